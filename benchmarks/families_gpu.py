@@ -382,13 +382,13 @@ class Ours(Measured):
     def plan_it(self) -> None:
         from tunesmith.model.probe import probe_run
         from tunesmith.plan.hardware import probe
-        from tunesmith.run.choose import plan_run, tokenize, with_findings
+        from tunesmith.run.choose import new_plan, tokenize, with_findings
 
         self.run, probed, self.notes = probe_run(self.run, device=device())
         data = tokenize(self.run, None)
         hardware = probe()
         gpus = tuple(gpu.changed(free=int(self.case.gib * GIB)) for gpu in hardware.gpus)
-        plan = plan_run(self.run, hardware.changed(gpus=gpus), data, probed)
+        plan = new_plan(self.run, hardware.changed(gpus=gpus), data, probed)
         self.plan = with_findings(plan, probed)
         lengths = self.plan.forward.lengths(self.plan.sequence_length)
         self.loader = loader_of(self.run, data, self.plan.sequences_per_step, self.plan.micro_batch, lengths)

@@ -356,7 +356,7 @@ def plan_one(folder: Path, limit_gib: float) -> None:
     from tunesmith.model import attention
     from tunesmith.model.probe import probe_run
     from tunesmith.plan.hardware import probe
-    from tunesmith.run.choose import make_plan, plan_run
+    from tunesmith.run.choose import new_plan, plan_and_data
 
     run = load(folder / "run.yaml").run
     attention.register()
@@ -365,8 +365,8 @@ def plan_one(folder: Path, limit_gib: float) -> None:
     if limit_gib:
         hardware = probe()
         gpus = tuple(gpu.changed(free=int(limit_gib * GIB)) for gpu in hardware.gpus)
-        limited = plan_run(run, hardware.changed(gpus=gpus), probed=probed)
-    plan, _ = make_plan(run, probed=probed, plan=limited)
+        limited = new_plan(run, hardware.changed(gpus=gpus), probed=probed)
+    plan, _ = plan_and_data(run, probed=probed, plan=limited)
     (folder / "plan.json").write_text(plan.model_dump_json())
     kept = ("attention", "is_compiled", "cuda_graphs", "by_length", "micro_batch", "checkpointed_layers",
             "matmul_dtype", "optimizer_states", "master_weights", "sequences_per_step", "kernels")  # fmt: skip

@@ -157,14 +157,14 @@ def losses(run: Any, way: str, ranks: Any) -> dict[str, Any]:
     from tunesmith.model.probe import probe_run
     from tunesmith.plan.plan import Mesh
     from tunesmith.run.assemble import assemble
-    from tunesmith.run.choose import make_plan
+    from tunesmith.run.choose import plan_and_data
     from tunesmith.run.start import join_run, prepare_run
     from tunesmith.train.loop import loss_scale_of, rate_of, step_of
 
     if ranks.is_first:
         attention.register()
         Path(run.output).mkdir(parents=True)
-        plan, _ = make_plan(run, probed=probe_run(run, device=run.device)[1])
+        plan, _ = plan_and_data(run, probed=probe_run(run, device=run.device)[1])
         setting = prepare_run(run, plan=plan.changed(micro_batch=1, cuda_graphs=False), warn=print)
     ranks.wait()
     if not ranks.is_first:

@@ -40,7 +40,8 @@ from tunesmith.plan.hardware import Hardware, named, probe
 from tunesmith.plan.paths import preferred
 from tunesmith.plan.plan import Phase
 from tunesmith.plan.ranking import should_capture
-from tunesmith.plan.rules import beyond, refused
+from tunesmith.plan.refusals import refused
+from tunesmith.plan.rules import beyond
 
 GIB = 2**30
 SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {

@@ -89,7 +89,7 @@ def prepare(folder: Path) -> Path:
     from tiny_model import make_tiny_model
     from tunesmith.config.load import from_mapping
     from tunesmith.plan.plan import Mesh
-    from tunesmith.run.choose import plan_run
+    from tunesmith.run.choose import new_plan
 
     model = make_tiny_model(folder / "model", **MODEL)
     write_data(folder / "train.jsonl", 200)
@@ -107,7 +107,7 @@ def prepare(folder: Path) -> Path:
         "output": "run",
     }
     (folder / "run.yaml").write_text(json.dumps(settings))
-    plan = plan_run(from_mapping(settings))
+    plan = new_plan(from_mapping(settings))
     for name, way in WAYS.items():
         changes = {**way, "mesh": Mesh(**way["mesh"]), "threads": 1, "micro_batch": 1}
         (folder / f"{name}.json").write_text(plan.changed(**changes).model_dump_json())

@@ -111,7 +111,7 @@ def planner_page() -> str:
     from tunesmith.plan.memory import LOGITS
     from tunesmith.plan.plan import Memory
     from tunesmith.plan.ranking import CAPTURED
-    from tunesmith.plan.rules import REFUSALS
+    from tunesmith.plan.refusals import REFUSALS
 
     parts = [
         f"| {name} | {field.description or ''} |".replace("  ", " ") for name, field in Memory.model_fields.items()
@@ -153,7 +153,7 @@ def planner_page() -> str:
         "",
         "What is refused, and why:",
         "",
-        *(f"- {why}" for _, why in REFUSALS),
+        *(f"- {refusal.why}" for refusal in REFUSALS),
         "",
         "## What is predicted",
         "",

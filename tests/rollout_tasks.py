@@ -43,8 +43,8 @@ def write_run(folder: Path, model: Path, **changes: Any) -> Path:
     settings = settings_of(model, **changes)
     (folder / "run.yaml").write_text(json.dumps(settings))
     from tunesmith.config.load import from_mapping
-    from tunesmith.run.choose import plan_run
+    from tunesmith.run.choose import new_plan
 
-    plan = plan_run(from_mapping(settings)).model_copy(update={"threads": 1, "async_checkpoint": False})
+    plan = new_plan(from_mapping(settings)).model_copy(update={"threads": 1, "async_checkpoint": False})
     (folder / "plan.json").write_text(plan.model_dump_json())
     return folder

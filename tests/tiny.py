@@ -69,10 +69,10 @@ def write_all(folder: Path, model: Path, *, beside: bool = False, **changes: Any
     settings = {"model": str(model), **SETTINGS, **changes}
     (folder / "run.yaml").write_text(json.dumps(settings, indent=1) + "\n")
     from tunesmith.config.load import from_mapping
-    from tunesmith.run.choose import plan_run
+    from tunesmith.run.choose import new_plan
 
     run = from_mapping(settings)
-    plan = plan_run(run).model_copy(update={"threads": 1, "micro_batch": 1, "async_checkpoint": beside})
+    plan = new_plan(run).model_copy(update={"threads": 1, "micro_batch": 1, "async_checkpoint": beside})
     (folder / "plan.json").write_text(plan.model_dump_json())
     return folder
 

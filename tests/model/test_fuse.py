@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tunesmith.config.schema import Lora
 from tunesmith.kernels.lowrank import quantize_rows
-from tunesmith.model import lora
+from tunesmith.model import lora, lora_modules
 from tunesmith.model.fuse import JointLinear, fuse
 
 TOKENS = torch.arange(3, 40)[None]
@@ -171,7 +171,7 @@ def test_one_linear_for_gate_and_up_in_nf4_keeps_its_values():
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(mlp, name).weight
             base = Nf4Linear(nf4.quantize(weight), tuple(weight.shape), None)
-            setattr(mlp, name, lora.LoraLinear(base, 4, 1.0))
+            setattr(mlp, name, lora_modules.LoraLinear(base, 4, 1.0))
         expected = mlp.gate_up_proj.base.dequantize()
         parent = nn.Sequential(mlp)
         assert fuse(parent, fp8=False, fuse_mlps=True) == 1

@@ -18,7 +18,7 @@ from tunesmith.plan.choice import Task
 from tunesmith.plan.facts import KEPT_RANK
 from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import named
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 
 TOKENS = 300
 VERA = {"peft_type": "VERA", "r": 16, "target_modules": ["q_proj", "v_proj"]}
@@ -120,7 +120,7 @@ def test_the_plan_goes_by_the_count(llama, tmp_path):
     sizes = {}
     for kind in ("ia3", "dora"):
         run = a_run(llama, data, **OWN[kind])
-        found = plan_run(run, named("H200"), probed=probe(run))
+        found = new_plan(run, named("H200"), probed=probe(run))
         sizes[kind] = found.memory.activations
     assert sizes["ia3"] < sizes["dora"]
 

@@ -14,7 +14,7 @@ from tiny_model import make_tiny_model
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserErrors
 from tunesmith.model import merges
-from tunesmith.model.lora import initial_a
+from tunesmith.model.lora_modules import initial_a
 from tunesmith.model.merges import merge_steps, merged_weights
 from tunesmith.model.quantized import rounded
 from tunesmith.run.assemble import assemble

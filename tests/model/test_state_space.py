@@ -183,7 +183,7 @@ def test_the_plan_names_the_scan_and_knows_what_its_layers_keep(tmp_path):
     from tunesmith.config.schema import Run
     from tunesmith.model.probe import probe_run
     from tunesmith.plan.hardware import named
-    from tunesmith.run.choose import found_facts, plan_run
+    from tunesmith.run.choose import found_facts, new_plan
 
     parity.write_model("granitemoehybrid", tmp_path / "model")
     parity.write_documents(tmp_path / "train.jsonl")
@@ -200,7 +200,7 @@ def test_the_plan_names_the_scan_and_knows_what_its_layers_keep(tmp_path):
     assert not any(linear.name.endswith("conv1d") for linear in mixer.linears)
     assert mixer.kept.full > attends.kept.full
     assert mixer.kept.is_compiled  # it has experts
-    plan = plan_run(run, named("H200"), probed=found)
+    plan = new_plan(run, named("H200"), probed=found)
     (said,) = [reason for reason in plan.reasons if reason.topic == "state spaces"]
     assert said.choice == "chunked scan of ours"
     assert not [reason for reason in plan.reasons if reason.topic == "margin"]

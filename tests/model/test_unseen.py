@@ -116,7 +116,7 @@ def test_what_its_layers_keep_is_counted_and_stands_in_the_plan(unseen, tmp_path
     from tunesmith.model import attention
     from tunesmith.model.probe import probe
     from tunesmith.plan.hardware import named
-    from tunesmith.run.choose import facts_of, plan_run
+    from tunesmith.run.choose import facts_of, new_plan
 
     attention.register()
     parity.write_documents(tmp_path / "train.jsonl")
@@ -128,7 +128,7 @@ def test_what_its_layers_keep_is_counted_and_stands_in_the_plan(unseen, tmp_path
     facts = facts_of(run)
     assert "no formula" in facts.note
     assert facts.kinds[0].other == 3 * 40
-    plan = plan_run(run, named("H200"), probed=found)
+    plan = new_plan(run, named("H200"), probed=found)
     assert plan.kernels == ("rope", "swiglu")
     assert not [reason for reason in plan.reasons if "no formula" in reason.why]
     # Of heads of 20 values no kernel takes packed ones: the plan says so, and what would be faster.

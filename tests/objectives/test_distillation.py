@@ -35,7 +35,7 @@ from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run import on_policy
 from tunesmith.run import teacher as teaching
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 from tunesmith.train.loop import step_of as step_of_job
@@ -138,7 +138,7 @@ def step_of(models, store: TokenStore, run: Run, cut: str):
     lengths = (True, None) if layout == "padded" else None
     sizes = {"sequence_length": length, "sequences_per_step": 100, "micro_batch": 1}
     loader = Loader([store], [1.0], seed=0, **sizes, lengths=lengths, objective=objective)
-    teach = teaching.teach_of(run, plan_run(run), [store], loader.seen, CPU, Ranks())
+    teach = teaching.teach_of(run, new_plan(run), [store], loader.seen, CPU, Ranks())
     options = {"device": CPU, "max_grad_norm": None, "seed": 0, "objective": objective, "teach": teach}
     batch = loader.step(0)
     assert cut != "accumulated" or len(batch.micro_batches) > 2
@@ -326,7 +326,7 @@ def own_answers(models, folder: Path, monkeypatch, **distillation):
     monkeypatch.chdir(folder)
     (folder / "run").mkdir()
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    job = assemble(prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print))
+    job = assemble(prepare_run(run, plan=new_plan(run).changed(threads=1, micro_batch=1), warn=print))
     found = {}
     job.optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in job.optimizer.masters.items()})
     job.model.train()
@@ -497,7 +497,7 @@ def test_the_plan_counts_the_teacher():
     """Its weights, whole on each rank, in 4 bits where they are too many; its forward pass; and no axis that cuts
     vocabularies or sequences."""
     from plan.shapes import GIB, MODEL, run
-    from tunesmith.plan import rules
+    from tunesmith.plan import refusals
     from tunesmith.plan.choice import Choice
     from tunesmith.plan.hardware import named
     from tunesmith.plan.search import search
@@ -521,11 +521,11 @@ def test_the_plan_counts_the_teacher():
     assert cached.plan.time.total < both.plan.time.total / 2
     assert 14.9 * GIB < max(phase.memory.weights for phase in cached.plan.phases) < 15.1 * GIB
     choice = Choice(tensor=2, sharding="ddp")
-    assert "whole vocabularies" in rules.refused(both.task, choice)
+    assert "whole vocabularies" in refusals.refused(both.task, choice)
     own = search(run(objective="distill", distillation={"teacher": "t", "on_policy": 1}), large, hardware)
     assert "rollout" in [phase.name for phase in own.plan.phases]
     assert own.plan.time.matmuls > both.plan.time.matmuls
-    assert "decode on each rank" in rules.refused(own.task, Choice(shard=2, sharding="zero3"))
+    assert "decode on each rank" in refusals.refused(own.task, Choice(shard=2, sharding="zero3"))
 
 
 @pytest.mark.parametrize(("mean", "are_kept"), [(200, True), (2000, False)])

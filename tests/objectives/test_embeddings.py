@@ -26,7 +26,7 @@ from tunesmith.data.types import Origin, Record, RecordError
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 from tunesmith.train.loop import step_of
@@ -62,7 +62,7 @@ def tunesmith(*arguments: str) -> None:
 def one_step(folder: Path, cut: str):
     """Loss, gradients and figures of a step that has all records."""
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    plan = plan_run(run).changed(threads=1, micro_batch=CUTS[cut][1])
+    plan = new_plan(run).changed(threads=1, micro_batch=CUTS[cut][1])
     (folder / "run").mkdir()
     setting = prepare_run(run, plan=plan, warn=print)
     job = assemble(setting)

@@ -23,7 +23,7 @@ from tunesmith.data.loader import documents_of
 from tunesmith.errors import UserError
 from tunesmith.model import load, lora
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 from tunesmith.train.loop import step_of
@@ -108,7 +108,7 @@ def test_loss_and_gradients_are_transformers_own(tiny_model, tmp_path, monkeypat
     folder = write_run(tmp_path, tiny_model, kind, **changes)
     monkeypatch.chdir(folder)
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print)
+    setting = prepare_run(run, plan=new_plan(run).changed(threads=1, micro_batch=1), warn=print)
     job = assemble(setting)
     found = {}
     job.optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in job.optimizer.masters.items()})
@@ -142,7 +142,7 @@ def test_a_step_on_pairs_is_that_of_trls_trainer(tiny_model, tmp_path, monkeypat
     changes = {"method": "full", "lora": {}, "batch_tokens": 4096, "eval": [], "held_out": 0, "epochs": 1}
     monkeypatch.chdir(write_run(tmp_path, tiny_model, "pairs", **changes, max_grad_norm=1e9))
     run = from_mapping(json.loads(Path("run.yaml").read_text()))
-    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print)
+    setting = prepare_run(run, plan=new_plan(run).changed(threads=1, micro_batch=1), warn=print)
     job, found = assemble(setting), {}
     job.optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in job.optimizer.masters.items()})
     job.model.train()

@@ -27,7 +27,7 @@ from tunesmith.objectives.base import Answers
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.rollout import Answer, Rollouts, at_temperature
 from tunesmith.train.step import TrainStep
 
@@ -184,7 +184,7 @@ def adapted_step(name: str, folders: tuple[Path, Path], cut: str, place: Path):
         weight.data.copy_(torch.from_numpy(cases.drawn(of, tuple(weight.shape), 0.1)))
     spec = at_temperature(ForwardSpec(layout), settings.get("temperature", 1.0))
     length, micro_batch = CUTS[cut]
-    plan = plan_run(run).changed(sequence_length=length, micro_batch=micro_batch)
+    plan = new_plan(run).changed(sequence_length=length, micro_batch=micro_batch)
     rolled = replace(objective, rollout=objective.rollout.model_copy(update={"max_answer_tokens": 9}))
     given = Given(model, AutoTokenizer.from_pretrained(folders[0]))
     roll_out = Rollouts(given, rolled, spec, plan, CPU, Ranks(), place, max(cases.PROMPTS))

@@ -18,9 +18,9 @@ from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Lora
 from tunesmith.infer.rollout import Wanted, sample
-from tunesmith.model import lora
+from tunesmith.model import lora, lora_modules
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 
@@ -97,7 +97,7 @@ def test_the_divergence_from_the_base_is_part_of_rloos_reward(tiny_model, tmp_pa
     (folder / "run").mkdir()
     monkeypatch.chdir(folder)
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    job = assemble(prepare_run(run, plan=plan_run(run).changed(threads=1), warn=print))
+    job = assemble(prepare_run(run, plan=new_plan(run).changed(threads=1), warn=print))
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in job.optimizer.masters.values():
@@ -153,9 +153,11 @@ def test_likeliest_answers_are_those_of_transformers(model):
 def test_lengths_of_dora_are_measured_once_for_all_answers(tiny_model, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     lora.attach(model, Lora(rank=4, dora=True), seed=0)
-    adapters = [module for module in model.modules() if isinstance(module, lora.LoraLinear)]
-    measured, own = [], lora.LoraLinear._lengths
-    monkeypatch.setattr(lora.LoraLinear, "_lengths", lambda self, dtype: measured.append(self) or own(self, dtype))
+    adapters = [module for module in model.modules() if isinstance(module, lora_modules.LoraLinear)]
+    measured, own = [], lora_modules.LoraLinear._lengths
+    monkeypatch.setattr(
+        lora_modules.LoraLinear, "_lengths", lambda self, dtype: measured.append(self) or own(self, dtype)
+    )
     with torch.no_grad():
         for module in adapters:
             module.lora_b.normal_(0.0, 0.3)
@@ -229,10 +231,10 @@ def test_vectors_before_a_text_are_refused_before_data_are_read(tiny_model, tmp_
 
 def test_batches_of_tokens_are_refused(tiny_model):
     from tunesmith.errors import UserError
-    from tunesmith.run.choose import plan_run
+    from tunesmith.run.choose import new_plan
 
     with pytest.raises(UserError, match="batch_tokens is not for objective: grpo"):
-        plan_run(from_mapping(settings_of(tiny_model, batch_tokens=512)))
+        new_plan(from_mapping(settings_of(tiny_model, batch_tokens=512)))
 
 
 def test_prompts_are_read_as_people_write_them(tmp_path):

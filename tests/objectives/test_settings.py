@@ -14,7 +14,7 @@ from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Preference
 from tunesmith.errors import UserError
 from tunesmith.objectives import OBJECTIVES, objective_of
-from tunesmith.plan import rules
+from tunesmith.plan import refusals
 from tunesmith.plan.choice import Choice
 from tunesmith.plan.speed import step_time
 
@@ -83,9 +83,9 @@ def test_an_objective_of_its_own_is_for_every_name():
 def test_what_rollouts_cannot_have_is_refused(choice):
     sft = task("Llama-3.1-8B", "4xH100", "lora", 4096, 16)
     grpo = replace(sft, objective=OBJECTIVES["grpo"](Preference()))
-    assert "objectives with rollouts" not in (rules.refused(sft, choice) or "")
-    assert "objectives with rollouts" in (rules.refused(grpo, choice) or "")
-    assert "objectives with rollouts" not in (rules.refused(grpo, Choice(replicate=4, sharding="ddp")) or "")
+    assert "objectives with rollouts" not in (refusals.refused(sft, choice) or "")
+    assert "objectives with rollouts" in (refusals.refused(grpo, choice) or "")
+    assert "objectives with rollouts" not in (refusals.refused(grpo, Choice(replicate=4, sharding="ddp")) or "")
 
 
 def test_the_planner_counts_answers():
@@ -105,8 +105,8 @@ def test_what_cuts_answers_up_is_refused(axis):
     choice = Choice(**{axis: 2, "replicate": 2, "sharding": "ddp"})
     dpo = replace(sft, objective=OBJECTIVES["dpo"](Preference()))
     said = "compare whole answers, which context and pipeline parallelism cut up"
-    assert said not in (rules.refused(sft, choice) or "")
-    assert said in (rules.refused(dpo, choice) or "")
+    assert said not in (refusals.refused(sft, choice) or "")
+    assert said in (refusals.refused(dpo, choice) or "")
 
 
 def test_the_planner_counts_the_forward_pass_of_a_baseline():

@@ -26,7 +26,7 @@ from tunesmith.data.types import Origin, Record, RecordError
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 from tunesmith.train.loop import step_of
@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_transformers_own(tiny_model, tmp_path, monkeypat
     folder = write_run(tmp_path, tiny_model, **changes, epochs=1, max_grad_norm=1e9)
     monkeypatch.chdir(folder)
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print)
+    setting = prepare_run(run, plan=new_plan(run).changed(threads=1, micro_batch=1), warn=print)
     job = assemble(setting)
     found = {}
     job.optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in job.optimizer.masters.items()})

@@ -12,7 +12,7 @@ from tunesmith.errors import UserError
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Mesh, Plan
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.start import join_run, prepare_run
 from tunesmith.train.job import Job
 from tunesmith.train.loop import loss_scale_of, rate_of, step_of, train
@@ -60,7 +60,7 @@ def failure(ranks: Ranks, **job: Any) -> str:
 
 
 def made(run, mesh: dict[str, int], sharding: str, wire: dict[str, str] | None = None) -> Plan:
-    plan = plan_run(run.model_copy(update={"device": "cpu"}))
+    plan = new_plan(run.model_copy(update={"device": "cpu"}))
     return plan.changed(threads=1, micro_batch=1, mesh=Mesh(**mesh), sharding=sharding, **wire or {})
 
 

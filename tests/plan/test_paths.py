@@ -8,7 +8,7 @@ from tunesmith.plan.attention import Heads, path_of
 from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import named
 from tunesmith.plan.models import build_facts
-from tunesmith.plan.search import make_plan
+from tunesmith.plan.search import best_plan
 
 from .shapes import run, why
 
@@ -50,15 +50,15 @@ def test_a_layer_takes_the_best_kernel_that_has_what_it_asks_for(kernel, capabil
 
 def test_the_plan_names_the_path_of_each_kind_of_layer_and_its_cost():
     asked = run(method="lora", sequence_length=4096, batch_tokens=16384)
-    fast, flexible, slow = (make_plan(asked, GEMMA_2, named(where)) for where in ("H200", "A100-80G", "T4"))
+    fast, flexible, slow = (best_plan(asked, GEMMA_2, named(where)) for where in ("H200", "A100-80G", "T4"))
     assert fast.attention_paths == ("full: flash-attn-4", "sliding 4096: flash-attn-4")
     assert flexible.attention_paths == ("full: flex-attention", "sliding 4096: flex-attention")
     assert slow.attention_paths == ("full: by document", "sliding 4096: by document")
     assert "soft-capped scores" in why(flexible, "attention")
     assert "needs a GPU of compute capability 8.0" in why(slow, "attention")
-    wrong = make_plan(asked, GEMMA_2.changed(wrong_paths=("flash-attn-4",)), named("H200"))
+    wrong = best_plan(asked, GEMMA_2.changed(wrong_paths=("flash-attn-4",)), named("H200"))
     assert wrong.attention == "flex-attention"
-    none = make_plan(asked, GEMMA_2.changed(wrong_paths=("flash-attn-4", "flex-attention")), named("H200"))
+    none = best_plan(asked, GEMMA_2.changed(wrong_paths=("flash-attn-4", "flex-attention")), named("H200"))
     assert none.attention == "sdpa"
     assert "failed or was wrong when tried" in why(none, "attention")
     assert none.tokens_per_second < wrong.tokens_per_second < fast.tokens_per_second

@@ -15,7 +15,7 @@ from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Gpu, Hardware, named, shared
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.ranking import WORTH
-from tunesmith.plan.search import make_plan, refusal, search, written
+from tunesmith.plan.search import best_plan, refusal, search, written
 
 from .shapes import GIB, MIXTRAL, MODEL, run, why
 
@@ -44,7 +44,7 @@ def gpu(size: int, capability=(9, 0), name="GPU") -> Gpu:
     ],
 )
 def test_precision_is_what_the_device_does_well_and_says_so(wanted, hardware, precision, reason):
-    plan = make_plan(run(precision=wanted), SMOL, hardware)
+    plan = best_plan(run(precision=wanted), SMOL, hardware)
     assert plan.precision == precision
     assert reason in why(plan, "precision")
 
@@ -55,21 +55,21 @@ def test_fp8_is_refused_where_the_gpu_has_none(capability):
     with pytest.raises(
         UserError, match=r"Card has no fp8 arithmetic \(compute capability 8.9 and more\); leave it out"
     ):
-        make_plan(run(precision="fp8"), SMOL, machine(gpu=card))
-    plan = make_plan(run(precision="fp8"), SMOL, machine(gpu=gpu(80, (8, 9))))
+        best_plan(run(precision="fp8"), SMOL, machine(gpu=card))
+    plan = best_plan(run(precision="fp8"), SMOL, machine(gpu=gpu(80, (8, 9))))
     assert (plan.precision, plan.matmul_dtype) == ("bf16", "fp8")
     assert "8.9 or more" in refusal(run(), plan, SMOL, machine(gpu=card))
 
 
 def test_a_plan_in_bf16_is_refused_where_the_gpu_has_none():
-    plan = make_plan(run(), SMOL, machine(gpu=gpu(80)))
+    plan = best_plan(run(), SMOL, machine(gpu=gpu(80)))
     assert plan.precision == "bf16"
     assert refusal(run(), plan, SMOL, machine(gpu=gpu(80, (8, 0)))) is None
     assert "fp16, with loss scaling" in refusal(run(), plan, SMOL, machine(gpu=gpu(16, (7, 5))))
 
 
 def test_attention_is_by_kernels_the_gpu_has():
-    older, newer = (make_plan(run(), SMOL, machine(gpu=gpu(80, capability))) for capability in ((7, 5), (8, 0)))
+    older, newer = (best_plan(run(), SMOL, machine(gpu=gpu(80, capability))) for capability in ((7, 5), (8, 0)))
     assert (older.attention, newer.attention) == ("sdpa", "varlen")
     in_half = newer.changed(precision="fp16")
     assert "flash attention needs" in refusal(run(), in_half, SMOL, machine(gpu=gpu(80, (7, 5))))
@@ -77,32 +77,32 @@ def test_attention_is_by_kernels_the_gpu_has():
 
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(UserError, match="no NVIDIA GPU"):
-        make_plan(run(device="cuda"), SMOL, machine())
+        best_plan(run(device="cuda"), SMOL, machine())
 
 
 def test_recomputation_only_when_memory_is_short():
-    roomy = make_plan(run(), LLAMA_8B, machine(gpu=gpu(141)))
-    tight = make_plan(run(), LLAMA_8B, machine(gpu=gpu(24)))
+    roomy = best_plan(run(), LLAMA_8B, machine(gpu=gpu(141)))
+    tight = best_plan(run(), LLAMA_8B, machine(gpu=gpu(24)))
     assert roomy.checkpointed_layers == 0
     assert 0 < tight.checkpointed_layers <= 32
     assert "would need" in why(tight, "checkpointing")
 
 
 def test_what_cannot_fit_is_said_before_it_runs_out_of_memory():
-    plan = make_plan(run(method="full"), LLAMA_8B, machine(gpu=gpu(16)))
+    plan = best_plan(run(method="full"), LLAMA_8B, machine(gpu=gpu(16)))
     assert "may run out of memory" in why(plan, "checkpointing")
 
 
 def test_a_sequence_longer_than_the_model_is_refused_when_asked_for_and_shortened_when_not():
     short = SMOL.changed(positions=1024)
     with pytest.raises(UserError, match=r"sequence_length is 4096.*1024"):
-        make_plan(run(sequence_length=4096), short, machine())
-    assert make_plan(run(), short, machine()).sequence_length == 1024
+        best_plan(run(sequence_length=4096), short, machine())
+    assert best_plan(run(), short, machine()).sequence_length == 1024
 
 
 def test_a_batch_smaller_than_a_sequence_is_refused():
     with pytest.raises(UserError, match=r"batch_tokens is 512.*2048"):
-        make_plan(run(batch_tokens=512), SMOL, machine())
+        best_plan(run(batch_tokens=512), SMOL, machine())
 
 
 @settings(max_examples=8, deadline=None)
@@ -115,13 +115,13 @@ def test_a_batch_smaller_than_a_sequence_is_refused():
 )
 def test_every_plan_covers_the_batch_and_survives_json(length, sequences, method, size, optimizer):
     wanted = run(sequence_length=length, batch_tokens=length * sequences, method=method, optimizer=optimizer)
-    plan = make_plan(wanted, LLAMA_8B, machine(gpu=gpu(size)))
+    plan = best_plan(wanted, LLAMA_8B, machine(gpu=gpu(size)))
     assert plan.sequences_per_step == sequences
     assert plan.micro_batch * plan.accumulation_steps >= sequences
     assert plan.micro_batch * (plan.accumulation_steps - 1) < sequences
     assert Plan.model_validate(json.loads(plan.model_dump_json())) == plan
     assert all(getattr(plan.memory, name) >= 0 for name in type(plan.memory).model_fields)
-    assert make_plan(wanted, LLAMA_8B, machine(gpu=gpu(size))) == plan
+    assert best_plan(wanted, LLAMA_8B, machine(gpu=gpu(size))) == plan
 
 
 TIERS = st.sampled_from(["full", "lora"])
@@ -167,7 +167,7 @@ def test_more_memory_never_makes_a_plan_for_several_nodes_worse(model, gigabits,
 
 def test_a_plan_that_fits_stays_within_the_margin():
     for model in MODEL.values():
-        plan = make_plan(run(), model, machine(gpu=gpu(80)))
+        plan = best_plan(run(), model, machine(gpu=gpu(80)))
         assert plan.fits == (plan.memory.total <= plan.memory_limit)
         assert plan.memory_limit < 80 * GIB
 
@@ -176,34 +176,34 @@ def test_unknown_gpus_and_guessed_models_keep_a_larger_margin():
     known = machine(gpu=gpu(80).changed(rates=named("H100").gpus[0].rates))
     unknown = machine(gpu=gpu(80, name="Mystery 9000"))
     guessed = LLAMA_8B.changed(note="a guess")
-    sure = make_plan(run(), LLAMA_8B, known)
-    assert make_plan(run(), LLAMA_8B, unknown).memory_limit < sure.memory_limit
-    assert make_plan(run(), guessed, known).memory_limit < sure.memory_limit
-    assert "Mystery 9000 is not in the catalogue" in why(make_plan(run(), LLAMA_8B, unknown), "margin")
-    assert "a guess" in why(make_plan(run(), guessed, known), "margin")
+    sure = best_plan(run(), LLAMA_8B, known)
+    assert best_plan(run(), LLAMA_8B, unknown).memory_limit < sure.memory_limit
+    assert best_plan(run(), guessed, known).memory_limit < sure.memory_limit
+    assert "Mystery 9000 is not in the catalogue" in why(best_plan(run(), LLAMA_8B, unknown), "margin")
+    assert "a guess" in why(best_plan(run(), guessed, known), "margin")
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("size", [24, 80, 141])
 def test_on_one_rank_nothing_is_shared_but_what_comes_from_host_memory(method, size):
-    plan = make_plan(run(method=method), LLAMA_8B, machine(gpu=gpu(size), memory=512 * GIB))
+    plan = best_plan(run(method=method), LLAMA_8B, machine(gpu=gpu(size), memory=512 * GIB))
     assert plan.sharding == ("zero3" if plan.offload_parameters and method == "full" else "none")
 
 
 def test_a_machine_with_several_gpus_gets_what_this_version_can_execute():
     several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
-    plan = make_plan(run(), LLAMA_8B, several)
+    plan = best_plan(run(), LLAMA_8B, several)
     assert plan.beyond == ()
     assert (plan.mesh.replicate, plan.sharding) == (2, "ddp")
-    one_sequence = make_plan(run(batch_tokens=2048), LLAMA_8B, several)
+    one_sequence = best_plan(run(batch_tokens=2048), LLAMA_8B, several)
     assert (one_sequence.mesh.ranks, one_sequence.mesh.context, one_sequence.beyond) == (2, 2, ())
-    three = make_plan(run(batch_tokens=2048), LLAMA_8B, machine().changed(gpus=(gpu(80),) * 3, link=300e9))
+    three = best_plan(run(batch_tokens=2048), LLAMA_8B, machine().changed(gpus=(gpu(80),) * 3, link=300e9))
     assert (three.mesh.ranks, three.beyond) == (1, ())
     assert "stay idle" in why(three, "ranks")
 
 
 def test_ranks_on_a_processor_share_its_cores_and_memory():
-    alone, four = (make_plan(run(device="cpu"), SMOL, shared(machine(), ranks)) for ranks in (1, 4))
+    alone, four = (best_plan(run(device="cpu"), SMOL, shared(machine(), ranks)) for ranks in (1, 4))
     assert (alone.mesh.ranks, four.mesh.ranks, four.beyond) == (1, 4, ())
     assert four.threads == max(1, alone.threads // 4)
     assert four.memory_limit == pytest.approx(alone.memory_limit / 4, rel=1e-6)
@@ -211,7 +211,7 @@ def test_ranks_on_a_processor_share_its_cores_and_memory():
 
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(UserError, match="8 ranks were asked for, and this machine has 1 GPU; ask for no more"):
-        make_plan(run(), SMOL, shared(machine().changed(gpus=(gpu(80),)), 8))
+        best_plan(run(), SMOL, shared(machine().changed(gpus=(gpu(80),)), 8))
 
 
 def test_optimizers_that_cannot_be_sharded_are_not_planned_for_several_ranks():
@@ -254,10 +254,10 @@ def test_of_offloaded_shards_the_states_alone_are_in_host_memory():
 def test_where_states_must_be_moved_training_layers_by_turns_is_offered():
     """With what it gives up; and it fits where it is asked for. Compiled layers, ranks and adapters are refused."""
     small = machine(gpu=gpu(32), memory=256 * GIB)
-    moved = make_plan(run(method="full"), LLAMA_8B, small)
+    moved = best_plan(run(method="full"), LLAMA_8B, small)
     assert moved.offload_parameters or moved.offload_optimizer != "none"
     assert "each has its turn" in " ".join(reason.why for reason in moved.reasons if reason.topic == "instead")
-    plan = make_plan(run(method="full", optimizer="badam"), LLAMA_8B, small)
+    plan = best_plan(run(method="full", optimizer="badam"), LLAMA_8B, small)
     assert plan.fits
     assert plan.offload_optimizer == "none"
     assert "a block at a time" in why(plan, "trained")
@@ -265,7 +265,7 @@ def test_where_states_must_be_moved_training_layers_by_turns_is_offered():
         run(method="full", optimizer="badam"), plan.changed(is_compiled=True), LLAMA_8B, small
     )
     with pytest.raises(UserError, match="lisa and badam are for method: full"):
-        make_plan(run(optimizer="lisa"), LLAMA_8B, small)
+        best_plan(run(optimizer="lisa"), LLAMA_8B, small)
     several = small.changed(gpus=(gpu(32),) * 2)
     with pytest.raises(UserError, match="lisa over several ranks"):
         search(run(method="full", optimizer="lisa"), LLAMA_8B, several, pins={"sharding": "zero3", "shard": 2})
@@ -274,10 +274,10 @@ def test_where_states_must_be_moved_training_layers_by_turns_is_offered():
 def test_adapters_that_are_merged_into_the_base_are_planned():
     """LoQT over 4 bits fits where ReLoRA's base in bf16 does not; neither is for several ranks."""
     small, usual = machine(gpu=gpu(14), memory=256 * GIB), machine(gpu=gpu(80), memory=256 * GIB)
-    loqt, relora = (make_plan(run(method=method), LLAMA_8B, small) for method in ("loqt", "relora"))
+    loqt, relora = (best_plan(run(method=method), LLAMA_8B, small) for method in ("loqt", "relora"))
     assert (loqt.storage, loqt.is_compiled, loqt.fits) == ("nf4", False, True)
     assert (relora.storage, relora.fits) == ("plain", False)
-    assert make_plan(run(method="relora"), LLAMA_8B, usual).fits
+    assert best_plan(run(method="relora"), LLAMA_8B, usual).fits
     adapter, model = (written(run(method=m), loqt, LLAMA_8B, small).result for m in ("qlora", "loqt"))
     assert model == 2 * LLAMA_8B.parameters > 10 * adapter
     several = usual.changed(gpus=(gpu(80),) * 2)
@@ -287,19 +287,19 @@ def test_adapters_that_are_merged_into_the_base_are_planned():
 
 @pytest.mark.parametrize("method", ["full", "lora", "relora"])
 def test_settings_of_adapters_without_any_are_said_to_have_no_effect(method):
-    plan = make_plan(run(method=method, lora={"rank": 8, "alpha": 8}), SMOL, machine())
+    plan = best_plan(run(method=method, lora={"rank": 8, "alpha": 8}), SMOL, machine())
     said = [reason.why for reason in plan.reasons if (reason.topic, reason.choice) == ("lora", "without effect")]
     assert said == (["`method: full` has no use for lora.rank, lora.alpha"] if method == "full" else [])
 
 
 def test_unusual_learning_rates_and_batches_are_pointed_out():
     for wanted in ({"learning_rate": 0.5}, {"batch_tokens": 2**22}):
-        assert "unusual" in " ".join(reason.why for reason in make_plan(run(**wanted), SMOL, machine()).reasons)
+        assert "unusual" in " ".join(reason.why for reason in best_plan(run(**wanted), SMOL, machine()).reasons)
 
 
 def test_encoder_decoder_models_are_planned_with_padded_rows_over_data_ranks_alone():
     t5 = from_config({"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100, "d_ff": 9})
-    plan = make_plan(run(), t5, machine())
+    plan = best_plan(run(), t5, machine())
     assert plan.by_length
     assert not plan.is_compiled
     assert "both stacks" in " ".join(reason.why for reason in plan.reasons)
@@ -315,7 +315,7 @@ def test_pins_are_obeyed():
 
 
 def test_host_memory_that_is_too_small_for_loading_is_said():
-    plan = make_plan(run(), LLAMA_8B, machine(gpu=gpu(80), memory=3 * GIB))
+    plan = best_plan(run(), LLAMA_8B, machine(gpu=gpu(80), memory=3 * GIB))
     assert "may be killed" in why(plan, "host memory")
 
 
@@ -331,7 +331,7 @@ def test_host_memory_that_is_too_small_for_loading_is_said():
 def test_every_named_machine_gets_a_plan_for_its_whole_batch(model, nodes, gpus, name, method, sequences):
     hardware = named(f"{nodes} nodes of {gpus} x {name}, 25 Gbit/s")
     wanted = run(sequence_length=1024, batch_tokens=1024 * sequences).model_copy(update={"method": method})
-    plan = make_plan(wanted, MODEL[model], hardware)
+    plan = best_plan(wanted, MODEL[model], hardware)
     assert plan.mesh.ranks <= nodes * gpus
     assert plan.mesh.data_ranks <= sequences
     assert plan.accumulation_steps * plan.micro_batch * plan.mesh.data_ranks >= sequences
@@ -340,17 +340,17 @@ def test_every_named_machine_gets_a_plan_for_its_whole_batch(model, nodes, gpus,
 
 def test_qlora_is_planned_in_4_bits_and_runs_here():
     for hardware in (machine(gpu=gpu(141)), machine()):
-        plan = make_plan(run(method="qlora"), SMOL, hardware)
+        plan = best_plan(run(method="qlora"), SMOL, hardware)
         assert (plan.storage, plan.beyond) == ("nf4", ())
-    assert make_plan(run(method="lora"), SMOL, machine(gpu=gpu(141))).storage == "plain"
-    fp8 = make_plan(run(method="qlora", precision="fp8"), SMOL, machine(gpu=gpu(141)))
+    assert best_plan(run(method="lora"), SMOL, machine(gpu=gpu(141))).storage == "plain"
+    fp8 = best_plan(run(method="qlora", precision="fp8"), SMOL, machine(gpu=gpu(141)))
     assert (fp8.storage, fp8.matmul_dtype) == ("nf4", "fp8")
 
 
 def test_dora_with_fp8_products_is_refused_in_a_sentence():
     wanted = run(precision="fp8", lora={"dora": True})
     with pytest.raises(UserError, match=r"fp8 matmuls are for LoRA without lora\.dora"):
-        make_plan(wanted, SMOL, machine(gpu=gpu(141)))
+        best_plan(wanted, SMOL, machine(gpu=gpu(141)))
 
 
 def test_rounding_on_the_wire_beside_another_axis_is_refused_in_a_sentence():
@@ -391,6 +391,6 @@ def test_passes_are_recorded_where_each_starts_the_same_kernels_on_the_same_memo
 
 
 def test_plans_from_before_passes_were_recorded_are_still_read():
-    saved = json.loads(make_plan(run(), SMOL, machine(gpu=gpu(141))).model_dump_json())
+    saved = json.loads(best_plan(run(), SMOL, machine(gpu=gpu(141))).model_dump_json())
     del saved["cuda_graphs"]
     assert not Plan.model_validate(saved).cuda_graphs

@@ -169,7 +169,7 @@ def test_a_forward_pass_runs_beside_an_update_from_host_memory_unless_backward_d
     given = task("Llama-3.1-8B", "H200", "full", 4096, 4)
     host = Choice(micro_batch=4, offload_optimizer="host")
     released = speed.step_time(given, replace(host, optimizer_in_backward=True)).offload
-    forward = speed._passes(given, host)[0].total
+    forward = speed.passes(given, host).forward.total
     assert forward > 0
     assert speed.step_time(given, host).offload == pytest.approx(released - forward)
 
@@ -229,9 +229,9 @@ def test_a_joint_gate_and_up_is_as_much_of_the_mlp_as_two():
 def test_others_wait_for_the_rank_of_the_most_popular_experts(monkeypatch):
     given, choice = task(MIXTRAL, "8xH100", "lora", 4096, 8), Choice(micro_batch=1, expert=8)
     monkeypatch.setattr(activations, "CROWDED", 1.0)
-    even = speed._passes(given, choice)[0].matmuls
+    even = speed.passes(given, choice).forward.matmuls
     monkeypatch.setattr(activations, "CROWDED", 2.0)
-    crowded = speed._passes(given, choice)[0].matmuls
+    crowded = speed.passes(given, choice).forward.matmuls
     assert crowded / even == pytest.approx(1 + speed._expert_share(given))
     assert speed._expert_share(given) > 0.8
 

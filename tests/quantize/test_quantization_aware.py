@@ -16,7 +16,7 @@ from tunesmith.evaluate.loss import overall
 from tunesmith.export.engines import Transformers
 from tunesmith.export.export import export_run
 from tunesmith.model.fake_quantize import FakeQuantization
-from tunesmith.model.lora import LoraLinear
+from tunesmith.model.lora_modules import LoraLinear
 from tunesmith.run.evaluate import evaluate_run
 from tunesmith.run.folder import read_run, read_summary
 from tunesmith.run.open import open_run

@@ -15,14 +15,14 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.launch.rank_environment import PLAN
 from tunesmith.model.probe import probe_run
-from tunesmith.run.choose import make_plan, plan_run, tokenize, with_findings
+from tunesmith.run.choose import new_plan, plan_and_data, tokenize, with_findings
 from tunesmith.run.start import prepare_run
 
 CODE = """
 import sys
-from tunesmith.run.choose import choose_plan
+from tunesmith.run.choose import launch_plan
 from tunesmith.config.load import load
-assert choose_plan(load("run.yaml").run, ranks=2).mesh.ranks == 2
+assert launch_plan(load("run.yaml").run, ranks=2).mesh.ranks == 2
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
 
@@ -38,12 +38,12 @@ def test_ranks_obey_the_plan_that_was_made_to_start_them(tiny_model, tmp_path, m
     monkeypatch.chdir(folder)
     run = load("run.yaml").run
     probed = probe_run(run)[1]
-    made = plan_run(run).changed(mesh={"shard": 2}, threads=7)
+    made = new_plan(run).changed(mesh={"shard": 2}, threads=7)
     monkeypatch.setenv(PLAN, made.model_dump_json())
-    assert make_plan(run, probed=probed)[0].threads != 7  # nobody started this process as a rank
+    assert plan_and_data(run, probed=probed)[0].threads != 7  # nobody started this process as a rank
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    found, data = make_plan(run, probed=probed)
+    found, data = plan_and_data(run, probed=probed)
     assert found == with_findings(made, probed)
     assert data.train
 

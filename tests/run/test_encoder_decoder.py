@@ -28,7 +28,7 @@ from tunesmith.model.probe import probe_run
 from tunesmith.plan.documents import like_lengths
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import make_plan, plan_run
+from tunesmith.run.choose import new_plan, plan_and_data
 from tunesmith.run.start import prepare_run
 from tunesmith.train.loop import step_of
 
@@ -62,7 +62,7 @@ def one_step(folder: Path, **planned):
     """Loss and gradients of a step that has all records, and the number of its micro-batches."""
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
     (folder / "run").mkdir()
-    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1, **planned), warn=print)
+    setting = prepare_run(run, plan=new_plan(run).changed(threads=1, micro_batch=1, **planned), warn=print)
     job = assemble(setting)
     found = {}
     job.optimizer.step = lambda _: found.update(
@@ -152,7 +152,7 @@ def test_a_long_example_loses_the_end_of_its_source_and_keeps_its_answer(models,
     monkeypatch.chdir(folder)
     (folder / "run").mkdir()
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    data = prepare_run(run, plan=plan_run(run).changed(threads=1), warn=print).data
+    data = prepare_run(run, plan=new_plan(run).changed(threads=1), warn=print).data
     store = data.train[0]
     assert store.report.truncated
     assert store.lengths.max() == 24
@@ -181,7 +181,7 @@ def test_the_plan_knows_the_micro_batches_that_the_data_make(models, tmp_path, m
     folder = write_run(tmp_path / "made", models["t5"])
     monkeypatch.chdir(folder)
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    plan, data = make_plan(run, probed=probe_run(run)[1])
+    plan, data = plan_and_data(run, probed=probe_run(run)[1])
     assert plan.most_padded is not None
     assert not any("guess" in reason.why for reason in plan.reasons if reason.topic == "layout")
     widths = data.train[0].widths
@@ -264,14 +264,14 @@ def test_checkpointed_layers_give_the_same_gradients(models, tmp_path, monkeypat
 def test_what_is_not_there_is_refused_before_anything_is_loaded(models, changes, why):
     run = from_mapping({"model": str(models["bart"]), "data": "x.jsonl", "method": "lora", **changes})
     with pytest.raises(UserError, match=why):
-        plan_run(run)
+        new_plan(run)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_what_cuts_layers_or_rows_is_refused(models, tmp_path, axis):
     folder = write_run(tmp_path / "made", models["t5"])
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    plan = plan_run(run)
+    plan = new_plan(run)
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match="two stacks"):
         prepare_run(run, plan=plan.changed(mesh={axis: 2}, sharding="ddp"), warn=print)
@@ -282,7 +282,7 @@ def test_a_plan_with_packed_documents_is_refused(models, tmp_path, monkeypatch):
     run = from_mapping(json.loads(Path("run.yaml").read_text()))
     Path("run").mkdir()
     with pytest.raises(UserError, match="in rows of their own, which are not packed"):
-        prepare_run(run, plan=plan_run(run).changed(forward=ForwardSpec("packed")), warn=print)
+        prepare_run(run, plan=new_plan(run).changed(forward=ForwardSpec("packed")), warn=print)
 
 
 def test_the_run_of_the_docs_can_be_planned(models, tmp_path):
@@ -290,7 +290,7 @@ def test_the_run_of_the_docs_can_be_planned(models, tmp_path):
     settings = yaml.safe_load(page.split("```yaml")[1].split("```")[0])
     for dataset in (*settings["data"], *settings["eval"]):
         dataset["path"] = str(write_pairs(tmp_path / dataset["path"], 8))
-    plan = plan_run(from_mapping(settings | {"model": str(models["flan"]), "device": "cpu"}))
+    plan = new_plan(from_mapping(settings | {"model": str(models["flan"]), "device": "cpu"}))
     assert plan.by_length
 
 

@@ -29,7 +29,7 @@ from tunesmith.infer import vllm
 from tunesmith.infer.rollout import Sampled, Wanted
 from tunesmith.launch import guardian
 from tunesmith.plan.hardware import named
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.engine import FOLDER, LOG
 from tunesmith.run.folder import Identity
 from tunesmith.train import events
@@ -238,7 +238,7 @@ def test_runs_from_before_it_was_a_setting_are_known_again(tiny_model):
 def test_the_plan_counts_vllm_beside_the_trainer(tiny_model):
     """Of one GPU, what vLLM is given and what the trainer may use are no more than there is."""
     own, with_engine = (
-        plan_run(from_mapping(settings_of(tiny_model, device="cuda", rollout={"engine": one})), named("H100"))
+        new_plan(from_mapping(settings_of(tiny_model, device="cuda", rollout={"engine": one})), named("H100"))
         for one in ("own", "vllm")
     )
     assert own.engine_memory == 0

@@ -23,7 +23,7 @@ from tunesmith.data.loader import Loader
 from tunesmith.errors import UserError
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan import hardware, task
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.train import events, loop, machine
 from tunesmith.train import step as train_step
 from tunesmith.train.alerts import Alerts, Reading
@@ -257,7 +257,7 @@ def test_what_would_fit_after_memory_ran_out_is_a_plan_that_takes_less(tmp_path,
     run = from_mapping(given | {"method": "full", "batch_tokens": 65536, "precision": "bf16"})
     here = hardware.named("H100")
     monkeypatch.setattr(hardware, "probe", lambda: here)
-    plan = plan_run(run, here)
+    plan = new_plan(run, here)
     error = OutOfMemory(3, {}, int(1.5 * plan.memory.allocated), is_on_gpu=True)
     words = _what_would_fit(run, plan, error)
     assert words.startswith((" What would fit: the plan's ", " No other plan of these settings would take less"))

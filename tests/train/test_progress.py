@@ -12,7 +12,8 @@ import pytest
 
 from tiny import write_all
 from tunesmith.train import events
-from tunesmith.train.loop import MICRO_BATCHES, _signals, train
+from tunesmith.train.loop import MICRO_BATCHES, train
+from tunesmith.train.signals import stop_signals
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_asked_to_stop_a_run_does_not_wait_for_the_end_of_an_evaluation(job):
 def test_ctrl_c_is_acknowledged_at_once_while_the_program_waits_for_something_else():
     heard: list[tuple[str, float]] = []
     before = signal.getsignal(signal.SIGINT)
-    with _signals(lambda reason: heard.append((reason, time.monotonic()))) as asked_to_stop:
+    with stop_signals(lambda reason: heard.append((reason, time.monotonic()))) as asked_to_stop:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_500_000)  # no Python code runs in this thread meanwhile
         back = time.monotonic()

@@ -38,7 +38,7 @@ from tunesmith.parallel.activation import checkpointed
 from tunesmith.parallel.compile import compiled, news
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 from tunesmith.train.alerts import Alerts
@@ -280,7 +280,7 @@ def test_a_model_without_the_loss_refuses_the_setting_in_a_sentence(tmp_path):
 def test_a_plan_that_cuts_up_micro_batches_refuses_the_loss(tmp_path):
     folder = write_mixture(tmp_path / "model")
     run = run_of(tmp_path, folder, router_aux_loss_coef=0.01)
-    plan = plan_run(run).changed(mesh={"pipeline": 2})
+    plan = new_plan(run).changed(mesh={"pipeline": 2})
     with pytest.raises(UserError, match="load-balancing loss of routers is over all layers"):
         prepare_run(run, plan=plan, warn=print)
 

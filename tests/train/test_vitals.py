@@ -14,7 +14,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan import task
-from tunesmith.run.choose import choose_plan, plan_run
+from tunesmith.run.choose import launch_plan, new_plan
 from tunesmith.train import events, loop
 from tunesmith.train.loop import train
 from tunesmith.train.step import NotFinite, StepResult
@@ -51,7 +51,7 @@ def test_nor_may_a_plan_made_by_hand_have_one(tiny_model, tmp_path):
     folder = write_all(tmp_path, tiny_model)
     run = from_mapping({"model": str(tiny_model), "data": str(folder / "train.jsonl"), "sequence_length": 64})
     with pytest.raises(UserError, match="learning_rate is 1e"):
-        choose_plan(run, plan=plan_run(run).changed(learning_rate=1e30))
+        launch_plan(run, plan=new_plan(run).changed(learning_rate=1e30))
 
 
 @pytest.mark.parametrize("saves", [1, 100])

@@ -102,7 +102,7 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor.detach())
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -160,7 +160,7 @@ class CheckpointStore:
         *,
         metric: float | None = None,
         measured_on: str = "",
-        copy: Copy = _itself,
+        copy: Copy = itself,
     ) -> Saving:
         """`save` in two parts, of which the first may run beside other work on tensors that are copied by `copy`."""
         if bad := _first_not_finite(tensors):
@@ -197,7 +197,7 @@ class CheckpointStore:
         *,
         metric: float | None = None,
         measured_on: str = "",
-        copy: Copy = _itself,
+        copy: Copy = itself,
     ) -> Saving:
         """Like `begin`, by several processes, each with its own rows of the tensors `names`, into a file of its own.
 

@@ -88,16 +88,16 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
     from tunesmith.objectives import objective_of
     from tunesmith.plan.defaults import few_steps
     from tunesmith.rewards import Rewards
-    from tunesmith.run.choose import plan_run, tokenize
+    from tunesmith.run.choose import new_plan, tokenize
     from tunesmith.run.rollout import check_rewards
 
     # Data can be looked at on a machine without the GPU that the run will have.
     # Bad records are shown beside the good ones, whatever a run would do about them.
     run = run.model_copy(update={"device": "auto", "precision": "auto", "bad_records": "skip"})
-    plan_run(run)
+    new_plan(run)
     tasks = [task_of(one) for one in run.eval_tasks]
     prepared = tokenize(run, None, output.progress)
-    plan = plan_run(run, data=prepared)
+    plan = new_plan(run, data=prepared)
     has_rollouts = objective_of(run).has_rollouts
     amount = {"seed": run.seed, "epochs": plan.epochs, "steps": run.steps}
     if has_rollouts:

@@ -130,7 +130,7 @@ def _decided(answers: Answers, output: str) -> Decided:
     """From the data's files and the model's config, as far as they can be read from here."""
     from tunesmith.config.schema import Run
     from tunesmith.errors import UserError
-    from tunesmith.run.choose import plan_run
+    from tunesmith.run.choose import new_plan
     from tunesmith.run.folder import DECIDED, decided
 
     key, source = _source(answers)
@@ -138,7 +138,7 @@ def _decided(answers: Answers, output: str) -> Decided:
         {"model": answers.model, "method": answers.method, "data": {key: source}, "output": output}
     )
     try:
-        plan = plan_run(run)
+        plan = new_plan(run)
     except UserError as problem:
         return Decided({}, [], f"What the plan will decide is not known yet: {problem}")
     chosen = decided(run, plan)

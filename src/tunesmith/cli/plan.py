@@ -158,7 +158,7 @@ def _sweep(run: Run, hardware: str | None, *, as_json: bool, other: bool) -> Non
     from tunesmith.config.sweep import variants
     from tunesmith.errors import UserError
     from tunesmith.plan.hardware import named, probe, shared
-    from tunesmith.run.choose import plan_run
+    from tunesmith.run.choose import new_plan
 
     if other:
         raise UserError("--what-if, --solve, --save and --ranks are for one run; leave `sweep` out (sweep=null).")
@@ -166,7 +166,7 @@ def _sweep(run: Run, hardware: str | None, *, as_json: bool, other: bool) -> Non
     where = shared(where, 1) if where.gpu_count > 1 else where
     for variant in variants(run):
         _check_teacher(variant.run)
-    plans = {variant.name: plan_run(variant.run, where) for variant in variants(run)}
+    plans = {variant.name: new_plan(variant.run, where) for variant in variants(run)}
     if as_json:
         output.print_json({name: plan.model_dump(mode="json") for name, plan in plans.items()})
     else:

@@ -28,9 +28,9 @@ def plan_for_ranks(run: Run, plan: Plan | None, asked: int | None) -> Plan:
     output.stage("Making the plan")
     check_there(run.model)
     read_files(run.model)
-    from tunesmith.run.choose import choose_plan
+    from tunesmith.run.choose import launch_plan
 
-    chosen = choose_plan(run, plan=plan, ranks=asked)
+    chosen = launch_plan(run, plan=plan, ranks=asked)
     count = chosen.mesh.ranks
     if asked not in (None, count) and plan:
         raise UserError(f"--ranks is {asked}, and the plan given is for {count}; leave one of the two out.")

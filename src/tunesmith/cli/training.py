@@ -151,7 +151,7 @@ def _what_would_fit(run: Run | None, plan: Plan, found: OutOfMemory | None) -> s
     """The plan for a device that has less by as much as this run took more than was predicted, or a tenth less."""
     from tunesmith.errors import UserError
     from tunesmith.plan.hardware import probe
-    from tunesmith.run.choose import plan_run
+    from tunesmith.run.choose import new_plan
     from tunesmith.run.folder import plan_differences
 
     if run is None:
@@ -163,7 +163,7 @@ def _what_would_fit(run: Run | None, plan: Plan, found: OutOfMemory | None) -> s
         hardware = probe()
         gpus = tuple(gpu.changed(free=int(share * plan.memory_limit)) for gpu in hardware.gpus)
         less = hardware.changed(gpus=gpus, available=int(share * plan.memory_limit) * hardware.processes)
-        made = plan_run(run, less)
+        made = new_plan(run, less)
     except UserError:
         return ""
     if made.memory.total > made.memory_limit:

@@ -16,7 +16,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.fake_quantize import fake_quantized_linear
 from tunesmith.kernels.rounding import BITS, Rounding, group_of, q8_0
 from tunesmith.model.experts import experts_of_layers
-from tunesmith.model.lora import LoraLinear
+from tunesmith.model.lora_modules import LoraLinear
 from tunesmith.model.structure import is_transposed, linears_of_layers, replace_module
 
 

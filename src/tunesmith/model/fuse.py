@@ -18,7 +18,7 @@ from tunesmith.kernels.lowrank import E4M3, lowrank_linear, lowrank_linear_fp8, 
 from tunesmith.kernels.nf4 import BLOCK, cut_rows, dequantize, join
 from tunesmith.model.gated import GatedLinears, find_gated
 from tunesmith.model.local import local
-from tunesmith.model.lora import LoraLinear
+from tunesmith.model.lora_modules import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
 from tunesmith.model.structure import computes_as_linear
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.kernels.operator import operator, register_backward
-from tunesmith.model import adapters, load, lora
+from tunesmith.model import adapters, load, lora, lora_modules
 from tunesmith.model.experts import use_early_weights
 from tunesmith.model.forward import Inputs, packed_hidden_states
 from tunesmith.model.fuse import fuse
@@ -269,8 +269,8 @@ def _adapt_all(model: nn.Module) -> None:
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if lora.is_linear(module) and module is not head:
-            replace_module(model, name, lora.LoraLinear(module, KEPT_RANK, 1.0).to("meta"))
+        if lora_modules.is_linear(module) and module is not head:
+            replace_module(model, name, lora_modules.LoraLinear(module, KEPT_RANK, 1.0).to("meta"))
 
 
 def _freeze(model: nn.Module) -> None:
@@ -286,8 +286,8 @@ def _adapt_as(run: Run, model: nn.Module) -> None:
         return
     for name in lora.find_targets(model, run.lora):
         linear = model.get_submodule(name)
-        if lora.is_linear(linear):
-            one = lora.LoraLinear(linear, run.lora.rank, 1.0, run.lora.dropout, dora=run.lora.dora)
+        if lora_modules.is_linear(linear):
+            one = lora_modules.LoraLinear(linear, run.lora.rank, 1.0, run.lora.dropout, dora=run.lora.dora)
             one.lora_a.requires_grad_(run.method != "loqt")
             replace_module(model, name, one.to("meta"))
 

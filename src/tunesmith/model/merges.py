@@ -24,7 +24,7 @@ from tunesmith.config.schema import Run
 from tunesmith.kernels import int8, nf4
 from tunesmith.kernels.directions import right_directions
 from tunesmith.kernels.update import copy_half_
-from tunesmith.model.lora import LoraLinear, generator_of
+from tunesmith.model.lora_modules import LoraLinear, generator_of
 from tunesmith.model.quantized import Int8Linear, Nf4Linear, QuantizedLinear
 from tunesmith.model.structure import is_transposed
 

@@ -31,7 +31,7 @@ from tunesmith import __version__
 from tunesmith.cache import folder_to_fill
 from tunesmith.config.schema import Run
 from tunesmith.kernels.operator import operator
-from tunesmith.model import load, lora
+from tunesmith.model import load, lora, lora_modules
 from tunesmith.model.structure import layers_of, replace_module, stacks_of
 from tunesmith.model.work import Tally, storage_of
 from tunesmith.plan.facts import PairedWork, Rows, terms
@@ -126,8 +126,8 @@ def _adapt(run: Run, model: nn.Module) -> None:
     model.requires_grad_(False)
     for name in lora.find_targets(model, run.lora):
         linear = model.get_submodule(name)
-        if lora.is_linear(linear):
-            one = lora.LoraLinear(linear, run.lora.rank, 1.0, run.lora.dropout, dora=run.lora.dora)
+        if lora_modules.is_linear(linear):
+            one = lora_modules.LoraLinear(linear, run.lora.rank, 1.0, run.lora.dropout, dora=run.lora.dora)
             replace_module(model, name, one.to("meta"))
 
 

@@ -25,7 +25,7 @@ from tunesmith.cache import folder_to_fill
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError, first_line
 from tunesmith.kernels import flash4
-from tunesmith.model import adapters, attention, load, lora
+from tunesmith.model import adapters, attention, load, lora, lora_modules
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.experts import check_stacks, experts_of_layers, use_early_weights
 from tunesmith.model.forward import hidden_states, trial_inputs
@@ -426,7 +426,7 @@ def try_adapters(model: nn.Module, vocabulary: int) -> tuple[dict[str, str], boo
     """The kinds of linears on which an adapter does not do what a changed weight does, and why; and whether the
     others can be computed together as training does."""
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if lora.is_linear(module) and module is not head]
+    names = [name for name, module in model.named_modules() if lora_modules.is_linear(module) and module is not head]
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)
@@ -536,7 +536,7 @@ def _why_failed(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _trial_adapters(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, lora.LoraLinear]]:
+def _trial_adapters(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, lora_modules.LoraLinear]]:
     """Adapters that are not zero on these linears, for as long as this lasts."""
     adapters_of = _put_trial_adapters(model, names)
     try:
@@ -546,11 +546,11 @@ def _trial_adapters(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str
             replace_module(model, name, adapter.base)
 
 
-def _put_trial_adapters(model: nn.Module, names: Iterable[str]) -> dict[str, lora.LoraLinear]:
+def _put_trial_adapters(model: nn.Module, names: Iterable[str]) -> dict[str, lora_modules.LoraLinear]:
     generator = torch.Generator().manual_seed(3)
     adapters_of = {}
     for name, base in {name: model.get_submodule(name) for name in names}.items():
-        adapter = lora.LoraLinear(base, 2, 1.0)
+        adapter = lora_modules.LoraLinear(base, 2, 1.0)
         adapter.reset(generator)
         spread = base.weight.std().item() or 0.1
         with torch.no_grad():

@@ -18,7 +18,7 @@ from torch import nn
 
 from tunesmith.kernels.lowrank_qkv import lowrank_qkv
 from tunesmith.kernels.rotary import HALVES, PAIRS, rotate_joint, rotate_pair
-from tunesmith.model.lora import LoraLinear
+from tunesmith.model.lora_modules import LoraLinear
 
 SEPARATE, OUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
 """Linears by name; in the place of three there may be one of any name."""

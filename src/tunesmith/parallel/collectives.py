@@ -42,9 +42,9 @@ def scatter_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 @operator("gather_rows")
 def _gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    found = x.new_empty(x.shape[0] * size, *x.shape[1:])
-    _all_gather(found, x.contiguous(), group=_resolve_process_group(group))
-    return found
+    rows = x.new_empty(x.shape[0] * size, *x.shape[1:])
+    _all_gather(rows, x.contiguous(), group=_resolve_process_group(group))
+    return rows
 
 
 @torch.library.register_fake(_gather)
@@ -54,9 +54,9 @@ def _(x, size, group):
 
 @operator("scatter_rows")
 def _scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    found = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _reduce_scatter(found, x.contiguous(), group=_resolve_process_group(group))
-    return found
+    rows = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    _reduce_scatter(rows, x.contiguous(), group=_resolve_process_group(group))
+    return rows
 
 
 @torch.library.register_fake(_scatter)

@@ -63,8 +63,10 @@ def compiled(
 def structure_of(layer: nn.Module) -> Hashable:
     """Equal for layers whose code takes the same way, as far as their modules, shapes and switches tell: numbers, such
     as a layer's own, do not count."""
-    modules = tuple((name, type(one), _switches(one)) for name, one in layer.named_modules())
-    weights = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters())
+    modules = tuple((name, type(module), _switches(module)) for name, module in layer.named_modules())
+    weights = tuple(
+        (name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in layer.named_parameters()
+    )
     return modules, weights
 
 
@@ -112,9 +114,9 @@ class _News:
     def take(self) -> Compilation | None:
         if not self.seconds and not self.notes:
             return None
-        found = Compilation(self.seconds, tuple(self.notes))
+        compilation = Compilation(self.seconds, tuple(self.notes))
         self.seconds, self.notes = 0.0, []
-        return found
+        return compilation
 
 
 _news = _News()

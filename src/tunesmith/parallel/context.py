@@ -56,10 +56,10 @@ class ContextShard:
         if self.multiple == 1:
             return batch
         if self.shape is not None:
-            found = _filled(batch, self.shape.tokens, self.shape.longest)
+            filled = _filled(batch, self.shape.tokens, self.shape.longest)
         else:
-            found = _filled(batch, -(-batch.tokens.shape[0] // self.multiple) * self.multiple, batch.longest)
-        return cut(found, self.rank, self.ranks) if self.ranks > 1 else found
+            filled = _filled(batch, -(-batch.tokens.shape[0] // self.multiple) * self.multiple, batch.longest)
+        return cut(filled, self.rank, self.ranks) if self.ranks > 1 else filled
 
 
 def context_shard_of(plan: Plan, rank: int, shape: Shape | None) -> ContextShard:
@@ -90,9 +90,9 @@ def cut(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
         ends.append(edges[1:] - start + number * chunk)
         owners.append(documents)
         rows.append(torch.arange(start, end))
-    longest = max(len(one) for one in queries)
+    longest = max(len(bounds) for bounds in queries)
     mine, owner = torch.cat(rows), torch.cat(owners)
-    pieces = Pieces(*(torch.stack([_extended(one, longest) for one in both]) for both in (queries, keys)))
+    pieces = Pieces(*(torch.stack([_extended(bounds, longest) for bounds in both]) for both in (queries, keys)))
     return dataclasses.replace(
         batch,
         tokens=batch.tokens[mine],
@@ -133,9 +133,9 @@ def check_context(model: nn.Module, plan: Plan) -> None:
         worst = (hidden_states(small, to_device(cut(whole, rank, ranks), device), spec) - expected).abs().max()
     except (TypeError, ValueError, IndexError, RuntimeError):  # the model's own code, which expects all tokens
         worst = torch.tensor(torch.inf, device=device)
-    found = torch.stack([worst.nan_to_num(torch.inf), expected.abs().max()])
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
-    if not found[0] <= 1e-3 * found[1]:
+    worst_and_scale = torch.stack([worst.nan_to_num(torch.inf), expected.abs().max()])
+    dist.all_reduce(worst_and_scale, dist.ReduceOp.MAX, group=mesh.get_group())
+    if not worst_and_scale[0] <= 1e-3 * worst_and_scale[1]:
         raise UserError(
             f"{type(model).__name__} computes something else when its sequences are cut over ranks: it looks at other "
             "tokens in other ways than by the attention function that transformers hands it; use a plan with context 1."

@@ -32,31 +32,31 @@ TRIED = 7
 
 def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
     """By name, the experts of each layer that has some; UserError where they cannot be cut over so many ranks."""
-    found = {name: one for name, one in model.named_modules() if isinstance(one, QuantizedExperts)}
-    found |= {name: one for name, one in experts_of_layers(model).items() if is_called_as_usual(one)}
-    if not found:
+    experts_of = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedExperts)}
+    experts_of |= {name: module for name, module in experts_of_layers(model).items() if is_called_as_usual(module)}
+    if not experts_of:
         raise UserError(f"{type(model).__name__} has no experts that could be cut over ranks; use a plan without.")
-    for experts in found.values():
+    for experts in experts_of.values():
         if experts.num_experts % ranks != 0:
             raise UserError(f"{experts.num_experts} experts cannot be cut evenly over {ranks} ranks.")
-    return found
+    return experts_of
 
 
 @torch.no_grad()
 def check_experts(model: nn.Module) -> None:
     """UserError where experts do not give the sum of what each makes of a token by itself, times the router's weight:
     those that are elsewhere are asked one by one, without it."""
-    given: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
+    inputs_of: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
 
     def keep(experts: nn.Module, args: tuple, named: dict) -> None:
-        given[experts] = tuple((dict(zip(ARGUMENTS, args, strict=False)) | named)[name] for name in ARGUMENTS)
+        inputs_of[experts] = tuple((dict(zip(ARGUMENTS, args, strict=False)) | named)[name] for name in ARGUMENTS)
 
-    found = [one for one in experts_of_layers(model).values() if is_called_as_usual(one)]
-    hooks = [one.register_forward_pre_hook(keep, with_kwargs=True) for one in found]
+    every = [module for module in experts_of_layers(model).values() if is_called_as_usual(module)]
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in every]
     model(**plain_call(model, torch.arange(TRIED, device=model.device)[None]))
     for hook in hooks:
         hook.remove()
-    for experts, (hidden_th, index_tk, weights_tk) in given.items():
+    for experts, (hidden_th, index_tk, weights_tk) in inputs_of.items():
         expected_th = experts(hidden_th, index_tk, weights_tk)
         summed_th = torch.zeros_like(expected_th)
         for index_t1, weights_t1 in zip(index_tk.split(1, dim=1), weights_tk.split(1, dim=1), strict=True):

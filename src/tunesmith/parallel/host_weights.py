@@ -60,9 +60,9 @@ class HostWeights:
                 self.here.add(wanted)
         self.layers[number].await_arrival()
 
-    def _watch(self, number: int, given: object) -> None:
+    def _watch(self, number: int, output: object) -> None:
         """A layer's backward pass begins when the gradient of what it gave is there."""
-        for tensor in tree_leaves(given):
+        for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self.use(number, number - 1))
 
@@ -78,7 +78,7 @@ class _Held:
 
 
 class _Weights:
-    """Those of one layer: a block of host memory, and one of the device that has memory while they are there."""
+    """The weights of one layer: a block of host memory, and one of the device that has memory while they are there."""
 
     def __init__(self, frozen: Sequence[tuple[dict, str, torch.Tensor]], device: torch.device):
         tensors = {id(tensor): tensor for *_, tensor in frozen}
@@ -123,8 +123,8 @@ class _Weights:
             self.arrived = None
 
     def _put(self, side: str) -> None:
-        for one in self.held:
-            one.owner[one.leaf] = getattr(one, side)
+        for tensor in self.held:
+            tensor.owner[tensor.leaf] = getattr(tensor, side)
 
     def _resize(self, size: int) -> None:
         self.block.untyped_storage().resize_(size)
@@ -146,6 +146,6 @@ def _carved(block: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor
     """A tensor in a block's memory that is no view of it: copies into the block do not count as changes of it."""
     stride = torch.empty_like(like, device="meta").stride()
     place = start // like.element_size()
-    found = torch.empty(0, dtype=like.dtype, device=block.device)
-    found.set_(block.untyped_storage(), place, like.shape, stride)
-    return nn.Parameter(found, requires_grad=False) if isinstance(like, nn.Parameter) else found
+    tensor = torch.empty(0, dtype=like.dtype, device=block.device)
+    tensor.set_(block.untyped_storage(), place, like.shape, stride)
+    return nn.Parameter(tensor, requires_grad=False) if isinstance(like, nn.Parameter) else tensor

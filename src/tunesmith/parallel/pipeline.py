@@ -114,9 +114,9 @@ def cut(model: nn.Module, plan: Plan, stage: int) -> Stages:
             "layers, or use a plan without a pipeline."
         )
     _check_layers_are_apart(model, parts, plan.mesh.pipeline)
-    made = Stages([part for part in parts if part.number % plan.mesh.pipeline == stage], _tied_name(model))
-    _leave(model, made)
-    return made
+    own_stages = Stages([part for part in parts if part.number % plan.mesh.pipeline == stage], _tied_name(model))
+    _leave(model, own_stages)
+    return own_stages
 
 
 @torch.no_grad()
@@ -287,7 +287,7 @@ class Pipelined(Entrance):
         """Made at the first step, with room for what will be received."""
         if self._made is None:
             hidden = torch.empty(self.hidden_shape, dtype=self.dtype, device="meta", requires_grad=True)
-            made = [
+            stages = [
                 PipelineStage(
                     _Stage(self, part),
                     part.number,
@@ -301,7 +301,7 @@ class Pipelined(Entrance):
             ]
             kind = SCHEDULES[self.schedule]
             self._made = kind(
-                made[0] if self.schedule == "1f1b" else made,
+                stages[0] if self.schedule == "1f1b" else stages,
                 self.micro_batches,
                 loss_fn=lambda total, _: total.sum(),
                 scale_grads=False,
@@ -469,10 +469,10 @@ def _check_layers_are_apart(model: nn.Module, parts: Sequence[Stage], ranks: int
     places: dict[nn.Parameter, set[int | None]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         above = [model.get_submodule(name.rsplit(".", depth)[0]) for depth in range(1, name.count(".") + 1)]
-        stage = next((layers[one] for one in (module, *above) if one in layers), None)
+        stage = next((layers[owner] for owner in (module, *above) if owner in layers), None)
         for weight in module.parameters(recurse=False):
             places.setdefault(weight, set()).add(stage)
-    if any(len(found) > 1 for found in places.values()) or len(layers) < sum(len(part.layers) for part in parts):
+    if any(len(stages) > 1 for stages in places.values()) or len(layers) < sum(len(part.layers) for part in parts):
         raise UserError(
             f"{type(model).__name__} cannot be cut into pipeline stages: layers of several stages, or layers and what "
             "surrounds them, share weights; use a plan without a pipeline."

@@ -166,7 +166,7 @@ class Preparation:
 
     @cached_property
     def layers(self) -> list[nn.Module]:
-        """Those that are on this rank."""
+        """The decoder layers that are on this rank."""
         return decoder_layers(self.model) if self.stages is None else self.stages.layers
 
     @cached_property
@@ -216,7 +216,7 @@ class Preparation:
             pass
 
     def each(self, transforms: Sequence[Transform]) -> Iterator[Unit]:
-        """The same for those who take a unit when it is ready, and may free it before the next one is read."""
+        """Every unit when it has gone through all transforms, for those who may free it before the next one is read."""
         with self._reading_ahead():
             for unit in self.units:
                 for transform in transforms:
@@ -274,8 +274,16 @@ def read(work: Preparation, unit: Unit) -> None:
     """Weights from their source to the device, quantized on the way where the plan says so."""
     if work.source is None:
         return
-    form = {"dtype": work.dtype, "device": work.device, "storage": work.storage, "linears": work.linears}
-    put_weights(work.model, work.reads_of(unit), **form, source=work.source, reading=work.reading)
+    put_weights(
+        work.model,
+        work.reads_of(unit),
+        dtype=work.dtype,
+        device=work.device,
+        storage=work.storage,
+        linears=work.linears,
+        source=work.source,
+        reading=work.reading,
+    )
     stages = work.stages
     if not unit.name and (stages is None or (stages.tied and stages.parts[-1].is_last)):
         work.model.tie_weights()
@@ -381,8 +389,13 @@ def checkpoint(work: Preparation, unit: Unit) -> None:
 
 def compile_layers(work: Preparation, unit: Unit) -> None:
     for layer in unit.layers if work.plan.is_compiled else ():
-        alike = {"kind": structure_of(layer), "failed": work.uncompiled}
-        layer.forward = compiled(layer.forward, type(layer).__name__, fullgraph=_is_checkpointed(work, layer), **alike)
+        layer.forward = compiled(
+            layer.forward,
+            type(layer).__name__,
+            fullgraph=_is_checkpointed(work, layer),
+            kind=structure_of(layer),
+            failed=work.uncompiled,
+        )
 
 
 def offload(work: Preparation, unit: Unit) -> None:
@@ -415,7 +428,7 @@ def shard(work: Preparation, unit: Unit) -> None:
         rows = read_rows(work.source, later, where)
     with torch.no_grad():
         if not work.on_gpu:  # where FSDP has put rows in between whole weights
-            others = [one for name, one in weights.items() if name not in later and isinstance(one, DTensor)]
+            others = [weight for name, weight in weights.items() if name not in later and isinstance(weight, DTensor)]
             rows |= {weight: own_copy(weight.to_local()) for weight in others}
         put_rows(module, rows)
         if not work.on_gpu:
@@ -443,7 +456,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     model: nn.Module
     called: nn.Module
     """What is to be called: the model, or what stands before its shards or stages."""
@@ -503,8 +516,8 @@ class SharedBase:
         """Have the layers below the first adapter compute each input once for all runs, on a CPU."""
         is_plain = not (plan.is_compiled or plan.checkpointed_layers or plan.mlp_slice)
         if plan.device == "cpu" and is_plain and plan.forward is not None and plan.forward.layout == "packed":
-            sizes = {"vocabulary": load.vocabulary_size(model.config), "room": int(PREFIX_ROOM * plan.memory.total)}
-            self.prefix.put_on(model, decoder_layers(model), **sizes)
+            vocabulary, room = load.vocabulary_size(model.config), int(PREFIX_ROOM * plan.memory.total)
+            self.prefix.put_on(model, decoder_layers(model), vocabulary=vocabulary, room=room)
 
     def free(self) -> None:
         self._known = self._model = self._content = None
@@ -524,14 +537,14 @@ def prepare(
     meanwhile: Callable[[], None] = lambda: None,
     steps: int = adapters.STEPS,
     base: SharedBase | None = None,
-) -> Prepared:
+) -> PreparedModel:
     """The run's model by its plan, ready to train. What this rank reads is hashed into `content`; `meanwhile` is done
     in a thread while files are read; `steps` is how many the run has; `base` has the weights, where they are shared."""
     if base is not None and base.suits(run, plan):
         model = base.model_for(run, plan, device, content, meanwhile)
         called = make_trainable(model, run, plan)
         base.share_prefix(model, plan)
-        return Prepared(model, called)
+        return PreparedModel(model, called)
     if base is not None:
         base.free()
     model, folder = load.load_empty(run, dtype=plan.precision)
@@ -546,21 +559,21 @@ def prepare(
             return _prepare_with_peft(Preparation(model, run, device, dtype, source=source), plan, steps)
         work = Preparation.for_training(model, run, plan, device, source)
         work.apply(TRANSFORMS)
-    return Prepared(model, work.called())
+    return PreparedModel(model, work.called())
 
 
-def _prepare_with_peft(work: Preparation, plan: Plan, steps: int) -> Prepared:
+def _prepare_with_peft(work: Preparation, plan: Plan, steps: int) -> PreparedModel:
     """Adapters of peft's are put on a model that is whole; all else is done to it then as to any other."""
     work.apply([read])
     start = Path(work.run.output) / lora.START if work.run.adapter is not None else None
     tuned = adapters.put_on(work.model, work.run, steps=steps, start=start)
     ready = Preparation.for_training(tuned.model, work.run, plan, work.device, None)
     ready.apply(TRANSFORMS)
-    return Prepared(tuned.model, ready.called(), tuned)
+    return PreparedModel(tuned.model, ready.called(), tuned)
 
 
 def make_trainable(model: nn.Module, run: Run, plan: Plan) -> nn.Module:
-    """The same with a model whose weights are there already; returns what is to be called."""
+    """Make a model whose weights are there already ready to train; returns what is to be called."""
     work = Preparation.for_training(model, run, plan, torch.device(plan.device), None)
     work.apply(TRANSFORMS)
     return work.called()

@@ -62,8 +62,8 @@ class Ranks:
         parts = [torch.empty_like(padded) for _ in range(self.count)]
         dist.all_gather(parts, padded)
         begin = int(sizes[: self.rank].sum())
-        found = [part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]
-        return torch.cat(found), slice(begin, begin + values.shape[0])
+        rows = [part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]
+        return torch.cat(rows), slice(begin, begin + values.shape[0])
 
     def any(self, facts: Sequence[bool]) -> list[bool]:
         """Each fact, where it is so on at least one rank."""
@@ -98,7 +98,7 @@ class Ranks:
         if self.control is None:
             return dict(tensors)
         here = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()]
-        found = dict(tensors) if self.is_first else {}
+        collected = dict(tensors) if self.is_first else {}
         known: set[str] = set()
         for rank, said in enumerate(self.gather(json.dumps(here))):
             for name, shape, dtype in json.loads(said):
@@ -108,11 +108,11 @@ class Ranks:
                 if rank == 0:
                     continue
                 if self.is_first:
-                    found[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-                    dist.recv(found[name].view(-1).view(torch.uint8), src=rank, group=self.control)
+                    collected[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    dist.recv(collected[name].view(-1).view(torch.uint8), src=rank, group=self.control)
                 elif self.rank == rank:
                     dist.send(tensors[name].view(-1).view(torch.uint8), dst=0, group=self.control)
-        return found
+        return collected
 
     def wait(self) -> None:
         """Until every rank is here."""

@@ -80,7 +80,7 @@ class Sharded(Entrance):
         self.numbers: list[nn.Parameter] = []
         """Trained weights without dimensions, which are no part of FSDP's."""
         self.listed: list[nn.Module] = []
-        """Those of lists inside layers, which a micro-batch may not call."""
+        """Modules in lists inside layers, which a micro-batch may not call."""
         self._called: set[nn.Module] = set()
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
@@ -104,7 +104,7 @@ class Sharded(Entrance):
             self._forget_uncalled()
         if self.tensor_ranks is not None:
             gradients = [weight.grad for weight in self.parameters() if weight.grad is not None]
-            _sum_over([local(one) for one in gradients if not _is_cut_by_tensor(one)], self.tensor_ranks)
+            _sum_over([local(gradient) for gradient in gradients if not _is_cut_by_tensor(gradient)], self.tensor_ranks)
 
     def watch_list(self, modules: Sequence[nn.Module]) -> None:
         """Which of these a step calls."""
@@ -135,7 +135,7 @@ class Sharded(Entrance):
         return norm
 
     def free_full_weights(self) -> None:
-        """Those that a forward pass without a backward pass has left."""
+        """Free the full weights that a forward pass without a backward pass has left."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -176,7 +176,9 @@ class Sharding:
             _buffers_to_parameters(unit, but=(QuantizedExperts,) if has_experts else ())
         numbers = [weight for weight in unit.parameters() if not has_rows(weight)]
         apart |= set(numbers)
-        self.root.numbers += [one for one in numbers if one.requires_grad and one not in set(self.root.numbers)]
+        self.root.numbers += [
+            number for number in numbers if number.requires_grad and number not in set(self.root.numbers)
+        ]
         if not self._is_rounded:
             _in_fp32(unit)
         others = [weight for weight in unit.parameters() if weight not in apart]
@@ -191,11 +193,14 @@ class Sharding:
         )
         self._take_lists(unit)
         if self._is_quantized:
-            collectives = {
-                "quantized_all_gather": plan.quantized_all_gather,
-                "quantized_reduce_scatter": plan.quantized_reduce_scatter,
-            }
-            quantize_collectives(unit, shapes, plan.mesh.data_ranks, self._nodes, **collectives)
+            quantize_collectives(
+                unit,
+                shapes,
+                plan.mesh.data_ranks,
+                self._nodes,
+                quantized_all_gather=plan.quantized_all_gather,
+                quantized_reduce_scatter=plan.quantized_reduce_scatter,
+            )
         if self._mesh.shape[-1] == 1 and self._is_gradient and hasattr(unit, "set_custom_reduce_scatter"):
             unit.set_custom_reduce_scatter(_InPlace())
         if self._mesh.size() > 1:  # the loss is divided by the target tokens of all ranks; on one FSDP would by one
@@ -205,10 +210,15 @@ class Sharding:
     def _take_lists(self, unit: nn.Module) -> None:
         if self._mesh.size() == 1:
             return
-        known = {id(one) for one in self.root.listed}
-        lists = [one for one in unit.modules() if isinstance(one, nn.ModuleList)]
-        found = [one for some in lists for one in some if not isinstance(one, FSDPModule) and id(one) not in known]
-        trained = [one for one in found if any(weight.requires_grad for weight in one.parameters())]
+        known = {id(module) for module in self.root.listed}
+        lists = [module for module in unit.modules() if isinstance(module, nn.ModuleList)]
+        unlisted = [
+            module
+            for modules in lists
+            for module in modules
+            if not isinstance(module, FSDPModule) and id(module) not in known
+        ]
+        trained = [module for module in unlisted if any(weight.requires_grad for weight in module.parameters())]
         if not trained:
             return
         # Before FSDP's own, which gives the whole weights back.
@@ -230,17 +240,17 @@ def _reach_all(modules: Sequence[nn.Module], _unit: nn.Module, _arguments: objec
 
 
 def _first_changed(output: Any, change: Callable[[torch.Tensor], Any]) -> tuple[Any, bool]:
-    """The same with another tensor for the first that has a gradient; whether there was one."""
+    """The output with another tensor for the first that has a gradient; and whether there was one."""
     if isinstance(output, torch.Tensor):
         return (change(output), True) if output.requires_grad else (output, False)
     if isinstance(output, tuple | list):
-        for at, one in enumerate(output):
-            made, is_changed = _first_changed(one, change)
+        for at, item in enumerate(output):
+            changed, is_changed = _first_changed(item, change)
             if is_changed:
-                return type(output)([*output[:at], made, *output[at + 1 :]]), True
+                return type(output)([*output[:at], changed, *output[at + 1 :]]), True
     if isinstance(output, dict):
-        for name, one in output.items():
-            output[name], is_changed = _first_changed(one, change)
+        for name, item in output.items():
+            output[name], is_changed = _first_changed(item, change)
             if is_changed:
                 return output, True
     return output, False
@@ -267,13 +277,13 @@ def _sum_over(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([part.reshape(-1) for part in parts])
     dist.all_reduce(flat, group=group)
     summed = flat.split([part.numel() for part in parts])
-    torch._foreach_copy_(list(parts), [found.view_as(part) for found, part in zip(summed, parts, strict=True)])
+    torch._foreach_copy_(list(parts), [total.view_as(part) for total, part in zip(summed, parts, strict=True)])
 
 
 def _has_gradient(module: nn.Module) -> bool:
     """Of other than zeros: its weights may be read without a call."""
     gradients = [local(weight.grad) for weight in module.parameters() if weight.grad is not None]
-    return any(bool(one.any()) for one in gradients)
+    return any(bool(gradient.any()) for gradient in gradients)
 
 
 def _is_cut_by_tensor(weight: torch.Tensor) -> bool:
@@ -308,12 +318,12 @@ def gathered(
 ) -> dict[str, torch.Tensor]:
     """The tensors whole and in host memory on the first rank, one after the other; nothing on the others. Where stages
     have different ones, each has a rank that `keeps` its own, and the first gets them all."""
-    found = {}
+    in_host_memory = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor.detach())
         if ranks.is_first if keeps is None else keeps:
-            found[name] = full.to("cpu", dtype).contiguous()
-    return found if keeps is None else ranks.collect(found)
+            in_host_memory[name] = full.to("cpu", dtype).contiguous()
+    return in_host_memory if keeps is None else ranks.collect(in_host_memory)
 
 
 class ShardSlice(NamedTuple):

@@ -89,13 +89,13 @@ class SharedReading(Reading):
         for sharers in self._sharers(name, shape):
             shared.append((rows, sharers))
             rows = _own(rows, sharers)
-        found = part
+        tensor = part
         for rows, sharers in reversed(shared):
-            found = _joined(found, rows.stop - rows.start, sharers)
+            tensor = _joined(tensor, rows.stop - rows.start, sharers)
         if dim is None:
-            return found
-        found = own_copy(part) if found is part else found  # not the mapped file itself
-        return as_part(found, dim, mesh, shape)
+            return tensor
+        tensor = own_copy(part) if tensor is part else tensor  # not the mapped file itself
+        return as_part(tensor, dim, mesh, shape)
 
     def _sharers(self, name: str, shape: tuple[int, ...]) -> Sequence[DeviceMesh]:
         """Vectors are small: everybody reads them."""
@@ -122,14 +122,15 @@ def read_rows(
     def rows(name: str, _: tuple[int, ...]) -> Block:
         return (slice(*rows_of(weights[name])),)
 
-    found = {}
+    own_rows = {}
     finite = Finite(next(iter(weights.values())).dtype if weights else torch.float32)
     for name, part, _ in source.read(weights.keys(), pin=device.type == "cuda", part=rows, codes={}):
         finite.look(name, part)
         local = part.to(device, weights[name].dtype, non_blocking=True)
-        found[weights[name]] = own_copy(local) if device.type == "cpu" else local  # not the mapped file itself
+        # On a CPU not the mapped file itself.
+        own_rows[weights[name]] = own_copy(local) if device.type == "cpu" else local
     finite.say(source.files)
-    return found
+    return own_rows
 
 
 def put_rows(unit: nn.Module, rows: Mapping[nn.Parameter, torch.Tensor]) -> None:

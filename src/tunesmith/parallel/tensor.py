@@ -32,7 +32,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.linear_cross_entropy import VocabularyPart
 from tunesmith.kernels.nf4 import cut_columns, cut_rows
 from tunesmith.model.local import local
-from tunesmith.model.lora import LoraLinear
+from tunesmith.model.lora_modules import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
 from tunesmith.model.structure import body
 from tunesmith.parallel.collectives import Group, gather_rows, group_of, scatter_rows
@@ -85,11 +85,11 @@ class TensorParallelPlan:
 
     def dims(self, model: nn.Module) -> dict[str, int]:
         """The dimension along which each tensor is cut that is."""
-        found = {f"{name}.weight": CUTS[style] for name, style in self.styles.items() if style in CUTS}
-        found |= {f"{name}.bias": 0 for name, style in self.styles.items() if style == "colwise"}
+        dims = {f"{name}.weight": CUTS[style] for name, style in self.styles.items() if style in CUTS}
+        dims |= {f"{name}.bias": 0 for name, style in self.styles.items() if style == "colwise"}
         for end in _ends(model):
-            found |= {f"{_name_of(model, end)}.{leaf}": 0 for leaf, _ in end.named_parameters()}
-        return found
+            dims |= {f"{_name_of(model, end)}.{leaf}": 0 for leaf, _ in end.named_parameters()}
+        return dims
 
     def cut(self, model: nn.Module, is_here: Callable[[str], bool] = lambda _: True) -> None:
         """Modules whose name `is_here`. Adapters are there already, and nothing is fused yet. Weights may be cut."""
@@ -125,14 +125,14 @@ def check_split(model: nn.Module, ranks: int, make_split: Callable[[], None]) ->
     expected = _try(model, ranks)
     make_split()
     try:
-        found = _try(model, ranks)
+        computed = _try(model, ranks)
     except RuntimeError as error:  # the model's own code, which meets some of the tokens where it expects all
         raise UserError(
             f"The layers of {type(model).__name__} cannot be split over ranks: what they compute between blocks needs "
             "all tokens; use a plan with tensor 1."
         ) from error
-    tolerance = 1e-3 if found.dtype == torch.float32 else 0.05
-    worst = (found - expected).abs().max().item()
+    tolerance = 1e-3 if computed.dtype == torch.float32 else 0.05
+    worst = (computed - expected).abs().max().item()
     if not worst <= tolerance * expected.abs().max().item():
         raise UserError(
             f"{type(model).__name__} computes something else when its layers are split over ranks (values differ "
@@ -217,8 +217,8 @@ def _distributed(weight: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Paramet
 
 def as_part(part: torch.Tensor, dim: int, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
     """What one rank has of a tensor of this shape that is cut along `dim`."""
-    sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
-    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, **sizes)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _part(weight: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -242,9 +242,9 @@ def _look_up_in_parts(embedding: nn.Module, mesh: DeviceMesh) -> None:
         weight = local(embedding.weight)
         row = ids.view(-1) - first
         is_here = (row >= 0) & (row < weight.shape[0])
-        found = F.embedding(row.where(is_here, 0), weight, padding)
-        found = scatter_rows(found * is_here[:, None].to(found.dtype), group).unsqueeze(0)
-        return found if scale is None else found * torch.as_tensor(scale).to(found)
+        embedded = F.embedding(row.where(is_here, 0), weight, padding)
+        embedded = scatter_rows(embedded * is_here[:, None].to(embedded.dtype), group).unsqueeze(0)
+        return embedded if scale is None else embedded * torch.as_tensor(scale).to(embedded)
 
     embedding.forward = forward
 
@@ -283,7 +283,7 @@ def _try(model: nn.Module, ranks: int) -> torch.Tensor:
     places = torch.cat([torch.arange(ends[0]), torch.arange(ends[1] - ends[0])])
     was_training = model.training
     model.eval()
-    found = body(model)(
+    hidden = body(model)(
         input_ids=tokens,
         position_ids=places.to(weight.device)[None],
         use_cache=False,
@@ -293,4 +293,4 @@ def _try(model: nn.Module, ranks: int) -> torch.Tensor:
         max_length_k=count,
     )[0]
     model.train(was_training)
-    return found
+    return hidden

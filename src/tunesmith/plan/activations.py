@@ -27,10 +27,10 @@ def kept(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:
     """What all layers of this rank keep, and one layer alone, checkpointed or not."""
     facts = task.facts
     if facts.paired is not None and task.shape is not None:
-        one = facts.paired.layer(*task.shape) * task.width / facts.paired.width
-        every = facts.paired.kept(*task.shape) * task.width / facts.paired.width
+        one_layer = facts.paired.layer(*task.shape) * task.width / facts.paired.width
+        all_layers = facts.paired.kept(*task.shape) * task.width / facts.paired.width
         share = choice.checkpointed_layers / facts.layers
-        return every * (1 - share) + kept_by_recomputed(task, choice, tokens), one
+        return all_layers * (1 - share) + kept_by_recomputed(task, choice, tokens), one_layer
 
     def of(kind: Layer, *, is_frozen: bool = False) -> float:
         # Keys and values of other ranks, and of the prompts that second answers of pairs share with the first.
@@ -57,10 +57,10 @@ def kept(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:
         )
 
     boundary = tokens * facts.hidden * task.width / choice.tensor
-    one = max(of(kind) for kind in facts.kinds)
+    one_layer = max(of(kind) for kind in facts.kinds)
     share = choice.checkpointed_layers / facts.layers
     if choice.save_attention and choice.checkpointed_layers:
-        one -= tokens * max(kind.query * task.width + 4 * facts.heads for kind in facts.kinds) / choice.tensor
+        one_layer -= tokens * max(kind.query * task.width + 4 * facts.heads for kind in facts.kinds) / choice.tensor
     every = facts.total(of)
     if (part := model_states.trained_share(task)) < 1:
         every = part * every + (1 - part) * facts.total(lambda kind: of(kind, is_frozen=True))
@@ -69,7 +69,7 @@ def kept(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:
     casts = (1 - share) * task.adapted[0] * task.width / choice.tensor / choice.pipeline
     ends = ENDS["adapters" if task.has_adapters else "full"] * boundary
     ends += boundary if task.has_adapters and choice.checkpointed_layers else 0.0  # measured; whose it is is not known
-    return saved + kept_by_recomputed(task, choice, tokens) + ends + casts, one
+    return saved + kept_by_recomputed(task, choice, tokens) + ends + casts, one_layer
 
 
 def kept_by_recomputed(task: Task, choice: Choice, tokens: float) -> float:
@@ -105,19 +105,28 @@ def layer_bytes(
 ) -> float:
     """What a layer keeps for backward, for each token. Where the probe has counted it for the usual case, others are to
     that as the formulas say. `is_frozen`: none of its weights is trained, so its linears keep no inputs (eager)."""
-    options = {"is_sliced": is_sliced, "crowded": crowded, "attention_kernel": attention_kernel, "is_frozen": is_frozen}
-    case = {"is_compiled": is_compiled, "matmul_dtype": matmul_dtype, "storage": storage, "tensor": tensor}
-    found = _structured_bytes(task, kind, **case, **options)
+    by_structure = _structured_bytes(
+        task,
+        kind,
+        is_compiled=is_compiled,
+        matmul_dtype=matmul_dtype,
+        storage=storage,
+        tensor=tensor,
+        is_sliced=is_sliced,
+        crowded=crowded,
+        attention_kernel=attention_kernel,
+        is_frozen=is_frozen,
+    )
     if (own := kind.kept_by_own) is not None:
         precision = task.precision if task.width == own.width else "fp32" if own.width == 4 else "bf16"
         counted = dataclasses.replace(task, precision=precision)
-        return found * own.bytes / _structured_bytes(counted, kind, is_compiled=own.is_compiled)
+        return by_structure * own.bytes / _structured_bytes(counted, kind, is_compiled=own.is_compiled)
     if kind.kept is None:
-        return found
+        return by_structure
     precision = task.precision if task.width == kind.kept.width else "fp32" if kind.kept.width == 4 else "bf16"
     counted = dataclasses.replace(task, precision=precision, lora=Lora(rank=KEPT_RANK))
     usual = _structured_bytes(counted, kind, is_compiled=kind.kept.is_compiled)
-    return found * (kind.kept.adapters if task.has_adapters else kind.kept.full) / usual
+    return by_structure * (kind.kept.adapters if task.has_adapters else kind.kept.full) / usual
 
 
 def is_apart(task: Task, storage: str) -> bool:
@@ -138,8 +147,9 @@ def _structured_bytes(
     attention_kernel: Attention | None = None,
     is_frozen: bool = False,
 ) -> float:
-    """The same from the layer's structure. Eager: as autograd's own hooks count it. Compiled: norms and
-    activations are computed again from what stands before them, save where an adapter keeps its input."""
+    """What a layer keeps for backward, for each token, by its structure. Eager: as autograd's own hooks count it.
+    Compiled: norms and activations are computed again from what stands before them, save where an adapter keeps its
+    input."""
     if is_compiled:
         norms, attention, mlp = _compiled_parts(task, kind, matmul_dtype, storage, tensor)
     else:
@@ -209,7 +219,7 @@ def _compiled_parts(
 def _eager_parts(
     task: Task, kind: Layer, matmul_dtype: str, storage: str, tensor: int, is_frozen: bool
 ) -> tuple[float, float, float]:
-    """The same of a layer that is run as it is."""
+    """Norms with what they give to matmuls, attention, and the MLP, of a layer that is run as it is."""
     width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
     qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
     # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
@@ -239,7 +249,7 @@ def _eager_parts(
 
 
 def _has_gate_kernels(task: Task, tensor: int) -> bool:
-    """Of trained weights (`model.gated`)."""
+    """Whether kernels for the gates of trained MLPs are used (`model.gated`)."""
     return task.device == "cuda" and tensor == 1
 
 

@@ -82,8 +82,8 @@ def _calibrate_processor() -> str:
 
 
 def _keep(name: str, rates: Rates) -> None:
-    kept = {other: one.model_dump() for other, one in measured_rates().items()} | {name: rates.model_dump()}
-    keep_measured(measured_rates_file(), kept)
+    kept = measured_rates() | {name: rates}
+    keep_measured(measured_rates_file(), {device: of_device.model_dump() for device, of_device in kept.items()})
 
 
 def _disk_rate() -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.plan import memory, model_states, paths, rules, speed
+from tunesmith.plan import memory, model_states, paths, refusals, rules, speed
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.plan import Phase, Time
 
@@ -61,15 +61,15 @@ def tiers_of(task: Task) -> list[dict[str, Any]]:
         is_fused, sent = task.optimizer in model_states.ALONE, {"offload_activations": True}
         small = {"optimizer_states": "int8"} if is_fused else {}
         rounded = [{**small, "master_weights": False}] if is_fused and task.precision == "bf16" else []
-        more = ({}, {**small, **sent})
-        moved = [{**one, "offload_optimizer": "host"} for one in more if is_fused]
-        moved += [{**one, "offload_parameters": True} for one in ({}, sent)]
-        moved += [{**one, "offload_optimizer": "disk"} for one in more if is_fused]
+        beside = ({}, {**small, **sent})
+        moved = [{**tier, "offload_optimizer": "host"} for tier in beside if is_fused]
+        moved += [{**tier, "offload_parameters": True} for tier in ({}, sent)]
+        moved += [{**tier, "offload_optimizer": "disk"} for tier in beside if is_fused]
         moved += [{**sent, "offload_parameters": True, "offload_optimizer": "disk"}] if is_fused else []
         order = [plain, small, {**small, **sent}, *rounded, *moved]
     if task.facts.teacher is not None:  # frozen, and nothing is trained over it: the first to be in 4 bits
-        order = [order[0], *({**one, "teacher_storage": "nf4"} for one in order)]
-    tiers = [tier for one in order for tier in (one, {**one, "axes": True})]
+        order = [order[0], *({**tier, "teacher_storage": "nf4"} for tier in order)]
+    tiers = [tier for without_axes in order for tier in (without_axes, {**without_axes, "axes": True})]
     return [tier for index, tier in enumerate(tiers) if tier not in tiers[:index]]
 
 
@@ -106,7 +106,7 @@ def candidates_of(
             if choice in seen or (choice.pipeline > 1 and not _has_work(task, choice, is_asked_for=wanted is not None)):
                 continue
             seen.add(choice)
-            refusal = rules.refused(task, choice)
+            refusal = refusals.refused(task, choice)
             if refusal is None and (missing := rules.beyond(task, choice)):
                 refusal = f"this version of Tunesmith cannot do {missing[0]}"
             if refusal is None and choice.ranks > task.hardware.nodes * task.ranks_per_node:
@@ -114,10 +114,10 @@ def candidates_of(
             if refusal is not None:
                 why_not.first = why_not.first or refusal
                 continue
-            yield from _checkpointing(task, choice, layers, _ways(task, choice, pins), limit)
+            yield from _checkpointing(task, choice, layers, _checkpointing_options(task, choice, pins), limit)
             captured = dataclasses.replace(choice, cuda_graphs=True)
             if "cuda_graphs" not in fixed and rules.may_capture(task, captured):
-                yield from _checkpointing(task, captured, layers, _ways(task, captured, pins), limit)
+                yield from _checkpointing(task, captured, layers, _checkpointing_options(task, captured, pins), limit)
 
 
 def make_candidate(task: Task, choice: Choice, checkpointed_layers: int) -> Candidate:
@@ -126,37 +126,37 @@ def make_candidate(task: Task, choice: Choice, checkpointed_layers: int) -> Cand
 
 
 def _checkpointing(
-    task: Task, choice: Choice, layers: int | None, ways: list[dict[str, Any]], limit: int
+    task: Task, choice: Choice, layers: int | None, options: list[dict[str, Any]], limit: int
 ) -> Iterator[Candidate]:
-    """The choice with as much recomputation as it needs, in each of the ways: none when it fits without."""
+    """The choice with as much recomputation as it needs, with each of the options: none when it fits without."""
     if not rules.may_checkpoint(task):
         yield make_candidate(task, choice, 0)
         return
     if layers is not None:
         yield make_candidate(task, choice, min(layers, task.facts.layers))
         return
-    if not ways[0]["offload_activations"]:  # of what is not checkpointed nothing is offloaded
-        plain = make_candidate(task, dataclasses.replace(choice, mlp_slice=ways[0]["mlp_slice"]), 0)
+    if not options[0]["offload_activations"]:  # of what is not checkpointed nothing is offloaded
+        plain = make_candidate(task, dataclasses.replace(choice, mlp_slice=options[0]["mlp_slice"]), 0)
         yield plain
         if plain.bytes <= limit:
             return
-    for way in ways:
-        yield from _fewest_layers(task, dataclasses.replace(choice, **way), limit)
+    for option in options:
+        yield from _fewest_layers(task, dataclasses.replace(choice, **option), limit)
 
 
-def _ways(task: Task, choice: Choice, pins: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _checkpointing_options(task: Task, choice: Choice, pins: Mapping[str, Any]) -> list[dict[str, Any]]:
     """How checkpointed layers may save memory; the first of them is that of a run that checkpoints nothing."""
     can_offload = task.has_adapters and task.device == "cuda"
-    options: dict[str, tuple[Any, ...]] = {
+    values: dict[str, tuple[Any, ...]] = {
         "mlp_slice": _slices(task, choice),
         # Over adapters layer inputs in host memory cost time alone; else they are a tier of their own.
         "offload_activations": (False, True) if can_offload else (False,),
         "save_attention": (False, True),
     }
     if choice.offload_activations:
-        options["offload_activations"] = (True,)
-    options |= {name: (pins[name],) for name in options.keys() & pins.keys()}
-    return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+        values["offload_activations"] = (True,)
+    values |= {name: (pins[name],) for name in values.keys() & pins.keys()}
+    return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 
 def _slices(task: Task, choice: Choice) -> tuple[int, ...]:
@@ -214,8 +214,8 @@ def _meshes(task: Task, *, has_axes: bool) -> Iterator[dict[str, Any]]:
                 yield {**mesh, "sharding": "hybrid", "shard": here, "replicate": nodes}
                 yield {**mesh, "sharding": "hierarchical", "shard": here, "replicate": nodes}
             if nodes > 1 and not task.has_adapters:
-                ways = {"sharding": "hierarchical", "shard": here, "replicate": nodes}
-                yield {**mesh, **(ways if here > 1 else {"sharding": "zero3", "shard": ranks}), **IN_INT8}
+                hierarchical = {"sharding": "hierarchical", "shard": here, "replicate": nodes}
+                yield {**mesh, **(hierarchical if here > 1 else {"sharding": "zero3", "shard": ranks}), **IN_INT8}
             if tensor * context == 1 and rules.experts(task) and task.facts.note is None:
                 yield {**mesh, "sharding": "zero3", "shard": ranks, "expert": ranks}
 
@@ -227,9 +227,9 @@ def _pipelines(task: Task, pinned: int | None) -> Iterator[dict[str, Any]]:
     own = {size for size in (nodes, ranks) if size <= MOST_STAGES} if nodes > 1 and _can_be_cut(task) else set()
     for pipeline in sorted(own) if pinned is None else range(max(2, pinned), pinned + 1):
         beside = min(ranks // pipeline, task.sequences)
-        ways = ({"sharding": "ddp", "replicate": beside}, {"sharding": "zero3", "shard": beside})
-        for way, schedule in itertools.product(ways if beside > 1 else ({},), SCHEDULES):
-            yield {"pipeline": pipeline, "schedule": schedule, **way}
+        shardings = ({"sharding": "ddp", "replicate": beside}, {"sharding": "zero3", "shard": beside})
+        for sharding, schedule in itertools.product(shardings if beside > 1 else ({},), SCHEDULES):
+            yield {"pipeline": pipeline, "schedule": schedule, **sharding}
 
 
 def _can_be_cut(task: Task) -> bool:

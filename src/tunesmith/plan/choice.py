@@ -151,7 +151,7 @@ class Task:
         return self.sequences * self.sequence_length
 
     def of_shape(self, shape: Shape) -> Task:
-        """The same, of a padded micro-batch."""
+        """The task as it is for one padded micro-batch of this shape."""
         return replace(self, shape=shape, longest_document=max(shape[1:]))
 
     @cached_property
@@ -215,7 +215,7 @@ class Choice:
 
     @property
     def sharers(self) -> int:
-        """Those of them within a node, where hybrid and hierarchical sharding keep apart what is near."""
+        """The ranks of a node that hold the same weights; hybrid and hierarchical sharding keep apart what is near."""
         return self.shard * self.context
 
     def has_frozen_on_host(self, task: Task) -> bool:

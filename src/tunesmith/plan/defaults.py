@@ -111,8 +111,8 @@ def propose(run: Run, width: int, limit: int, size: DataSize | None, decide: Dec
 
 
 def _of_rollouts(run: Run, width: int, limit: int, size: DataSize | None, epochs: float, decide: Decide) -> Amount:
-    """The same where a step is a number of prompts, and its tokens are the model's own: with answers as long as they
-    may be."""
+    """What is proposed where a step is a number of prompts, and its tokens are the model's own: with answers as long as
+    they may be."""
     rollout = run.rollout
     longest = min(limit, rollout.max_answer_tokens + (size.longest if size and size.longest else limit))
     count = rollout.prompts * rollout.answers
@@ -158,7 +158,7 @@ def held_out_records(run: Run, records: Sequence[int]) -> int:
         return count
     if run.eval_texts:
         return 0
-    return min(HELD_OUT_MOST, math.ceil(HELD_OUT_SHARE * sum(one for one in records if one >= HELD_OUT_FROM)))
+    return min(HELD_OUT_MOST, math.ceil(HELD_OUT_SHARE * sum(count for count in records if count >= HELD_OUT_FROM)))
 
 
 def _enough(size: DataSize | None, batch: int, epochs: float) -> float:

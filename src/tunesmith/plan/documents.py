@@ -49,9 +49,9 @@ def measure(run: Run) -> DataSize | None:
         if not files:
             return None
         size = sum((PACKED if file.suffix in PACKED_FILES else 1) * file.stat().st_size for file in files) / TOKEN_BYTES
-        sizes = list(_sizes(files))
-        lengths = [max(1, round(one / TOKEN_BYTES)) for one in sizes]
-        mean = sum(sizes) / TOKEN_BYTES / len(sizes) if sizes else UNKNOWN_LENGTH
+        document_bytes = list(_sizes(files))
+        lengths = [max(1, round(count / TOKEN_BYTES)) for count in document_bytes]
+        mean = sum(document_bytes) / TOKEN_BYTES / len(document_bytes) if document_bytes else UNKNOWN_LENGTH
         count = size / mean
         if dataset.limit is not None and dataset.limit < count:
             size, count = dataset.limit * mean, dataset.limit
@@ -83,10 +83,10 @@ def sample_lengths(run: Run) -> tuple[int, ...]:
     """Tokens of some of the run's documents, roughly; none where the files do not tell."""
     lengths: list[int] = []
     for dataset in run.data:
-        found = _lengths(_files(dataset))
-        if not found:
+        of_dataset = _lengths(_files(dataset))
+        if not of_dataset:
             return ()
-        lengths += found
+        lengths += of_dataset
     return tuple(lengths)
 
 
@@ -118,7 +118,7 @@ def like_lengths(
     keys = [*sides.T, sides.sum(axis=1)] if sides.shape[1] > 1 else [sides[:, 0]]
     orders = [np.lexsort((*-sides.T, -key)) for key in keys]
     parted = [_part(sides[order], tokens, alone, most) for order in orders]
-    (_, ends), order = min(zip(parted, orders, strict=True), key=lambda one: one[0][0])
+    (_, ends), order = min(zip(parted, orders, strict=True), key=lambda parted_order: parted_order[0][0])
     return [order[start:end].tolist() for start, end in pairwise([0, *ends])]
 
 
@@ -177,17 +177,19 @@ class Padded:
     def largest(self, tokens: int) -> tuple[Shape, ...]:
         """No micro-batch of so many tokens that keeps to `most`, and no example by itself, needs more memory than one
         of these."""
-        found = {shape for step in self.shapes(tokens) for shape in step}
-        found |= {self._shape(one[None]) for one in self.longest}
+        shapes = {shape for step in self.shapes(tokens) for shape in step}
+        shapes |= {self._shape(example[None]) for example in self.longest}
         if not self.steps:  # nothing is known: as many of the longest as there is room for
-            found |= {self._shape(one[None], max(1, tokens // max(1, int(one.sum())))) for one in self.longest}
+            shapes |= {
+                self._shape(example[None], max(1, tokens // max(1, int(example.sum())))) for example in self.longest
+            }
         if not self.is_every and (most := self.most(tokens)) is not None and all(most):
             # Steps that were not looked at: as many tokens and as many pairs at once, on either side.
             length, count = -(-most[1] // most[0]), -(-most[0] * most[0] // most[1])
             for side in range(self.longest.shape[1]):
-                one = np.where(np.arange(self.longest.shape[1]) == side, length, 0)
-                found.add(self._shape(one[None], count))
-        sizes = {shape: [shape[0] * one for one in _sizes_of(shape[1:])] for shape in found}
+                example = np.where(np.arange(self.longest.shape[1]) == side, length, 0)
+                shapes.add(self._shape(example[None], count))
+        sizes = {shape: [shape[0] * size for size in _sizes_of(shape[1:])] for shape in shapes}
         return tuple(
             shape
             for shape, own in sizes.items()
@@ -200,8 +202,8 @@ class Padded:
         if not self.steps:
             return None
         groups = [step[group] for step in self.steps for group in like_lengths(step.tolist(), tokens)]
-        sizes = [_most_of(group) for group in groups if len(group) > 1] or [(0, 0)]
-        return max(one for one, _ in sizes), max(one for _, one in sizes)
+        tokens_and_pairs = [_most_of(group) for group in groups if len(group) > 1] or [(0, 0)]
+        return max(count for count, _ in tokens_and_pairs), max(pairs for _, pairs in tokens_and_pairs)
 
     def padding(self, tokens: int) -> float:
         """Tokens that are computed for each one of a document; 1 where the lengths are not known."""
@@ -217,7 +219,9 @@ class Padded:
         if tokens not in self._means:
             shapes = [shape for step in self.shapes(tokens) for shape in step] or self.largest(tokens)
             is_paired = len(shapes[0]) == 3
-            self._means[tokens] = np.mean([terms(*one) if is_paired else (one[0] * one[1],) for one in shapes], axis=0)
+            self._means[tokens] = np.mean(
+                [terms(*shape) if is_paired else (shape[0] * shape[1],) for shape in shapes], axis=0
+            )
         return self._means[tokens]
 
     def _shape(self, examples: np.ndarray, count: int | None = None) -> Shape:
@@ -238,7 +242,7 @@ def guessed(lengths: Sequence[int], sequence_length: int, step: int, *, sides: i
     is written, files do not tell: half is, in steps, and either all or nothing may be."""
     halves = [sequence_length // 2, sequence_length - sequence_length // 2]
     ends = [[sequence_length - 1, 1], halves, [1, sequence_length - 1]] if sides == 2 else [[rows * sequence_length]]
-    found, start = [], 0
+    steps, start = [], 0
     cut = [min(length, sequence_length) for length in lengths]
     while start < len(cut):
         end, total = start, 0
@@ -246,20 +250,20 @@ def guessed(lengths: Sequence[int], sequence_length: int, step: int, *, sides: i
             total += cut[end]
             end += 1
         part = np.array(cut[start:end], dtype=np.int64)
-        found.append(np.stack([part - part // 2, part // 2], axis=1) if sides == 2 else part[:, None])
+        steps.append(np.stack([part - part // 2, part // 2], axis=1) if sides == 2 else part[:, None])
         start = end
-    return Padded(tuple(found), np.array(ends, dtype=np.int64), rows)
+    return Padded(tuple(steps), np.array(ends, dtype=np.int64), rows)
 
 
 def _sizes_of(sides: Sequence[int]) -> list[int]:
     """What memory of a row grows with."""
-    return [*sides, *(one * other for one, other in itertools.combinations_with_replacement(sides, 2))]
+    return [*sides, *(side * other for side, other in itertools.combinations_with_replacement(sides, 2))]
 
 
 def _most_of(examples: np.ndarray) -> tuple[int, int]:
     """Tokens, and pairs of tokens in rows, of examples in one micro-batch, as `like_lengths` counts them."""
     sides = examples.max(axis=0).tolist()
-    pairs = sum(one * other for one, other in itertools.combinations_with_replacement(sides, 2))
+    pairs = sum(side * other for side, other in itertools.combinations_with_replacement(sides, 2))
     return len(examples) * sum(sides), len(examples) * pairs
 
 

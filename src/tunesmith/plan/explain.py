@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 from tunesmith.config.schema import Run
 from tunesmith.disk import gib
 from tunesmith.errors import UserError
-from tunesmith.plan import memory, rules, speed
+from tunesmith.plan import memory, refusals, rules, speed
 from tunesmith.plan.candidates import Candidate
 from tunesmith.plan.catalogue import MODELS
 from tunesmith.plan.choice import Choice
@@ -41,18 +41,18 @@ class Alternative:
     remark: str
 
 
-def alternatives(found: Search) -> list[Alternative]:
+def alternatives(searched: Search) -> list[Alternative]:
     """Other ways of doing it, with what they cost or bring against the plan; the best first."""
-    task, chosen = found.task, found.chosen
+    task, chosen = searched.task, searched.chosen
     rows: dict[Choice, Alternative] = {}
-    for what, choice, remark in _variants(found):
+    for what, choice, remark in _variants(searched):
         if choice.cuda_graphs and not rules.may_capture(task, choice):
             choice = dataclasses.replace(choice, cuda_graphs=False)
-        if choice == chosen.choice or choice in rows or rules.refused(task, choice):
+        if choice == chosen.choice or choice in rows or refusals.refused(task, choice):
             continue
         time = speed.step_time(task, choice)
         size = memory.peak(memory.timeline(task, choice)).memory.total
-        fits = size <= found.plan.memory_limit
+        fits = size <= searched.plan.memory_limit
         ratio = chosen.time.total / time.total
         words = [f"{ratio:.2f} times as fast" if ratio >= 1 else f"{1 - ratio:.0%} slower"]
         difference = size - chosen.bytes
@@ -60,14 +60,14 @@ def alternatives(found: Search) -> list[Alternative]:
         if not fits:
             words.append("does not fit")
         words += [remark] if remark else []
-        if missing := [one for one in rules.beyond(task, choice) if one not in found.plan.beyond]:
+        if missing := [part for part in rules.beyond(task, choice) if part not in searched.plan.beyond]:
             words.append(f"not in this version: {', '.join(missing)}")
         rows[choice] = Alternative(what, task.step_tokens / time.total, size, fits, "; ".join(words))
     return sorted(rows.values(), key=lambda row: (not row.fits, -row.tokens_per_second))
 
 
-def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
-    task, choice = found.task, found.chosen.choice
+def _variants(searched: Search) -> Iterator[tuple[str, Choice, str]]:
+    task, choice = searched.task, searched.chosen.choice
     layers = task.facts.layers
     if choice.matmul_dtype == "plain" and task.width == 2:
         kept = "the frozen base is rounded to 8 bits" if task.has_adapters else "masters and gradients stay as they are"
@@ -75,8 +75,8 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
     if choice.checkpointed_layers < layers:
         yield "checkpoint all layers", dataclasses.replace(choice, checkpointed_layers=layers), ""
     if choice.checkpointed_layers:
-        nothing = {"checkpointed_layers": 0, "save_attention": False, "offload_activations": False}
-        yield "checkpoint nothing", dataclasses.replace(choice, **nothing), ""
+        nothing = dataclasses.replace(choice, checkpointed_layers=0, save_attention=False, offload_activations=False)
+        yield "checkpoint nothing", nothing, ""
     if task.device == "cuda" and not choice.offload_activations:
         sent = dataclasses.replace(choice, checkpointed_layers=layers, offload_activations=True)
         yield "layer inputs in host memory", sent, "all layers are checkpointed"
@@ -99,24 +99,29 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
         yield "optimizer on disk", dataclasses.replace(choice, offload_optimizer="disk"), ""
     if not choice.offload_parameters and choice.offload_optimizer == "none" and choice.sharding in ("none", "zero3"):
         stays = task.has_adapters and choice.ranks == 1
-        moved = {"offload_parameters": True, "sharding": "none" if stays else "zero3", "optimizer_in_backward": False}
-        gives_up = "" if stays else "the CPU does the update"
-        yield "parameters in host memory", dataclasses.replace(choice, cuda_graphs=False, **moved), gives_up
-    for way, best in _best_by_way(found).items():
+        moved = dataclasses.replace(
+            choice,
+            offload_parameters=True,
+            sharding="none" if stays else "zero3",
+            optimizer_in_backward=False,
+            cuda_graphs=False,
+        )
+        yield "parameters in host memory", moved, "" if stays else "the CPU does the update"
+    for way, best in _best_by_way(searched).items():
         yield way, best.choice, ""
 
 
-def _best_by_way(found: Search) -> dict[str, Candidate]:
+def _best_by_way(searched: Search) -> dict[str, Candidate]:
     """Of sharing the work out over ranks; the way of the plan itself is none of them."""
-    limit = found.plan.memory_limit
+    limit = searched.plan.memory_limit
     best: dict[str, Candidate] = {}
-    for candidate in found.tiers[-1]:
+    for candidate in searched.tiers[-1]:
         kind = _way(candidate.choice)
         key = (candidate.bytes > limit, candidate.time.total if candidate.bytes <= limit else candidate.bytes)
         now = best.get(kind)
         if now is None or key < (now.bytes > limit, now.time.total if now.bytes <= limit else now.bytes):
             best[kind] = candidate
-    best.pop(_way(found.chosen.choice), None)
+    best.pop(_way(searched.chosen.choice), None)
     return best
 
 
@@ -150,9 +155,9 @@ def _changes(run: Run, facts: ModelFacts, hardware: Hardware) -> Iterator[tuple[
     length = min(run.sequence_length, facts.positions or run.sequence_length)
     shorter = length // 2
     while shorter >= 256:
-        one = changed(sequence_length=shorter)
-        if search(one, facts, hardware).plan.fits:
-            yield f"sequence_length: {shorter}", one, hardware
+        shortened = changed(sequence_length=shorter)
+        if search(shortened, facts, hardware).plan.fits:
+            yield f"sequence_length: {shorter}", shortened, hardware
             break
         shorter //= 2
     if run.method == "full":

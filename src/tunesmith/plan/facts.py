@@ -63,7 +63,7 @@ class Work(Part):
     half: tuple[float, float]
     """Operations of matmuls in half precision."""
     full: tuple[float, float]
-    """The same in fp32."""
+    """Operations of matmuls in fp32."""
     kernels: int
 
 
@@ -91,7 +91,7 @@ class PairedWork(Part):
     kept: Rows
     """Bytes for the backward pass, of all layers and what surrounds them."""
     layer: Rows
-    """The same of the largest layer."""
+    """Bytes for the backward pass, of the largest layer."""
     workspace: Rows
     """Bytes that exist besides at the worst moment of the backward pass, but for gradients of weights."""
     bytes: Rows
@@ -147,7 +147,7 @@ class Layer(Part):
     head_dim: int | None = None
     """Of queries and keys, where it is not the model's `head_dim`."""
     value_dim: int | None = None
-    """The same of values (MLA)."""
+    """Size of a head of the values, where it is another (MLA)."""
     is_soft_capped: bool = False
     """Attention scores are, as Gemma 2's."""
     has_sinks: bool = False
@@ -272,23 +272,26 @@ class ModelFacts(Part):
         of the run's `own` kind), that have no formula here. `work`: of layers that are not compiled."""
         kinds = []
         for index, kind in enumerate(self.kinds):
-            found: dict[str, Any] = {}
+            findings: dict[str, Any] = {}
             if kernels is not None:
-                gate = None if kind.copies and not kind.shared else next((one for one in GATES if one in kernels), None)
+                has_gate = not kind.copies or kind.shared
+                gate = next((gate for gate in GATES if gate in kernels), None) if has_gate else None
                 # Of a known family some layers may have no positions, and so nothing to rotate.
                 is_rope_fused = "rope" in kernels and (kind.is_rope_fused or self.note is not None)
-                found = {"is_rope_fused": is_rope_fused, "gate": gate, "has_early_weights": "experts" in kernels}
+                findings = {"is_rope_fused": is_rope_fused, "gate": gate, "has_early_weights": "experts" in kernels}
             if self.note is not None and kept is not None and len(kept) == self.layers:
-                found["kept"] = kept[self.pattern.index(index)]
+                findings["kept"] = kept[self.pattern.index(index)]
             if own is not None and len(own) == self.layers:
-                of_kind = [one for one, at in zip(own, self.pattern, strict=True) if at == index]
-                means = {  # not every layer has an adapter
-                    name: sum(getattr(one, name) for one in of_kind) // len(of_kind) for name in ("bytes", "fixed")
-                }
-                found["kept_by_own"] = of_kind[0].changed(**means)
+                of_kind = [counted for counted, at in zip(own, self.pattern, strict=True) if at == index]
+                findings["kept_by_own"] = of_kind[0].changed(  # in the mean, since not every layer has an adapter
+                    bytes=sum(counted.bytes for counted in of_kind) // len(of_kind),
+                    fixed=sum(counted.fixed for counted in of_kind) // len(of_kind),
+                )
             if work is not None and len(work) == self.layers:
-                found["work"] = _mean([one for one, at in zip(work, self.pattern, strict=True) if at == index])
-            kinds.append(kind.changed(**found))
+                findings["work"] = _mean(
+                    [counted for counted, at in zip(work, self.pattern, strict=True) if at == index]
+                )
+            kinds.append(kind.changed(**findings))
         note = self.note if any(kind.kept is None for kind in kinds) else None
         return self.changed(kinds=tuple(kinds), note=note)
 
@@ -325,14 +328,14 @@ class ModelFacts(Part):
         """Parameters by what they are for; they add up to `parameters`."""
 
         def part(choose: Callable[[Linear], bool]) -> int:
-            return int(self.total(lambda kind: sum(one.parameters for one in kind.linears if choose(one))))
+            return int(self.total(lambda kind: sum(linear.parameters for linear in kind.linears if choose(linear))))
 
-        experts = part(lambda one: one.count > 1)
-        attention = part(lambda one: one.count == 1 and is_attention(one.name))
+        experts = part(lambda linear: linear.count > 1)
+        attention = part(lambda linear: linear.count == 1 and is_attention(linear.name))
         return {
             "embedding": self.embedding,
             "attention": attention,
-            "mlp": part(lambda one: True) - experts - attention,
+            "mlp": part(lambda linear: True) - experts - attention,
             "experts": experts,
             "head": self.head,
             "norms and other": int(self.total(lambda kind: kind.other)) + self.extra,
@@ -404,10 +407,10 @@ class ModelFacts(Part):
 
 def _mean(works: list[Work]) -> Work:
     def of(name: str) -> tuple[float, float]:
-        first, second = (sum(pair) / len(works) for pair in zip(*(getattr(one, name) for one in works), strict=True))
+        first, second = (sum(pair) / len(works) for pair in zip(*(getattr(work, name) for work in works), strict=True))
         return first, second
 
-    kernels = sum(one.kernels for one in works) // len(works)
+    kernels = sum(work.kernels for work in works) // len(works)
     return Work(bytes=of("bytes"), half=of("half"), full=of("full"), kernels=kernels)
 
 

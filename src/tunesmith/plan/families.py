@@ -82,7 +82,7 @@ class _Config:
         for name in names:
             value = self.values.get(name)
             if name == "intermediate_size" and isinstance(value, list) and value:  # of each layer
-                value = max(value, key=lambda one: one if isinstance(one, int) else 0)
+                value = max(value, key=lambda size: size if isinstance(size, int) else 0)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
             if value is not None and not (value == 0 and default is not None):
@@ -96,7 +96,7 @@ class _Config:
         return default if value is None else bool(value)
 
     def facts(
-        self, kinds: list[Layer], pattern: list[int] | None = None, *, tied: bool = False, **more: Any
+        self, kinds: list[Layer], pattern: list[int] | None = None, *, tied: bool = False, **fields: Any
     ) -> ModelFacts:
         positions = self.number("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=1 << 62)
         return ModelFacts(
@@ -110,7 +110,7 @@ class _Config:
             positions=None if positions == 1 << 62 else positions,
             kinds=tuple(kinds),
             pattern=tuple(pattern if pattern is not None else [0] * self.layers),
-            **{"extra": self.hidden, **more},
+            **{"extra": self.hidden, **fields},
         )
 
     def layer(
@@ -169,11 +169,14 @@ class _Config:
 
     def experts(self, count: int, active: int, width: int) -> tuple[Linear, ...]:
         """Stacks of matrices, and the router; none of them a linear module, so none carries an adapter."""
-        stack = {"count": count, "active": active, "is_adaptable": False}
+
+        def stack(name: str, inputs: int, outputs: int) -> Linear:
+            return Linear(name=name, inputs=inputs, outputs=outputs, count=count, active=active, is_adaptable=False)
+
         return (
             Linear(name="mlp.gate", inputs=self.hidden, outputs=count, is_adaptable=False),
-            Linear(name="mlp.experts.gate_up_proj", inputs=self.hidden, outputs=2 * width, **stack),
-            Linear(name="mlp.experts.down_proj", inputs=width, outputs=self.hidden, **stack),
+            stack("mlp.experts.gate_up_proj", self.hidden, 2 * width),
+            stack("mlp.experts.down_proj", width, self.hidden),
         )
 
     def windows(self, default: int | None, is_sliding: Callable[[int], bool]) -> list[int | None]:
@@ -184,7 +187,8 @@ class _Config:
             sliding = [kind == "sliding_attention" for kind in types]
         else:
             sliding = [is_sliding(index) for index in range(self.layers)]
-        return [window if one and isinstance(window, int) and window > 0 else None for one in sliding]
+        has_window = isinstance(window, int) and window > 0
+        return [window if has_window and slides else None for slides in sliding]
 
 
 def _llama(c: _Config) -> ModelFacts:
@@ -268,8 +272,8 @@ def _olmo2(c: _Config) -> ModelFacts:
     """Norms after attention and MLP, none before them, and one over all heads of the queries and of the keys."""
     bias = c.flag("attention_bias")
     plain = c.layer(qkv_bias=bias, out_bias=bias, norm="wide", qk_norm=True)
-    changes = {"norms": 0, "bare_inputs": 2, "post_norms": 2}
-    return c.facts([plain.changed(other=2 * c.hidden + plain.query + plain.key, **changes)])
+    other = 2 * c.hidden + plain.query + plain.key
+    return c.facts([plain.changed(other=other, norms=0, bare_inputs=2, post_norms=2)])
 
 
 def _cohere2(c: _Config) -> ModelFacts:
@@ -278,9 +282,11 @@ def _cohere2(c: _Config) -> ModelFacts:
     bias, every = c.flag("attention_bias"), c.number("sliding_window_pattern", "_sliding_window_pattern", default=4)
     windows = c.windows(4096, lambda index: (index + 1) % every != 0)
     facts = _windowed(c, windows, qkv_bias=bias, out_bias=bias, norm="centered", facts={"tied": True})
-    changes = {"other": c.hidden, "norms": 1, "is_parallel": True}
-    kinds = (kind.changed(**changes, is_rope_fused=kind.window is not None) for kind in facts.kinds)
-    return facts.changed(kinds=tuple(kinds))
+    kinds = tuple(
+        kind.changed(other=c.hidden, norms=1, is_parallel=True, is_rope_fused=kind.window is not None)
+        for kind in facts.kinds
+    )
+    return facts.changed(kinds=kinds)
 
 
 def _starcoder2(c: _Config) -> ModelFacts:
@@ -322,8 +328,16 @@ def _gpt2(c: _Config) -> ModelFacts:
     )
     positions = c.number("n_positions", "max_position_embeddings", default=1024)
     dropouts = 2 if c.values.get("resid_pdrop", 0.1) else 0
-    ways = {"is_qkv_fused": True, "is_rotated": False, "mlp_values": 5, "dropouts": dropouts}
-    layer = _plain_layer(c, "transformer.h", linears, 4 * c.hidden, **ways)
+    layer = _plain_layer(
+        c,
+        "transformer.h",
+        linears,
+        4 * c.hidden,
+        is_qkv_fused=True,
+        is_rotated=False,
+        mlp_values=5,
+        dropouts=dropouts,
+    )
     return c.facts([layer], tied=True, extra=(2 + positions) * c.hidden)
 
 
@@ -412,41 +426,44 @@ def _t5(c: _Config) -> ModelFacts:
     ups = ("wi_0", "wi_1") if is_gated else ("wi",)
 
     def attention(name: str) -> tuple[Linear, ...]:
-        into = tuple(Linear(name=f"{name}.{one}", inputs=c.hidden, outputs=inner) for one in "qkv")
+        into = tuple(Linear(name=f"{name}.{part}", inputs=c.hidden, outputs=inner) for part in "qkv")
         return (*into, Linear(name=f"{name}.o", inputs=inner, outputs=c.hidden))
 
     def mlp(at: str) -> tuple[Linear, ...]:
-        into = tuple(Linear(name=f"{at}.{one}", inputs=c.hidden, outputs=c.intermediate) for one in ups)
+        into = tuple(Linear(name=f"{at}.{up}", inputs=c.hidden, outputs=c.intermediate) for up in ups)
         return (*into, Linear(name=f"{at}.wo", inputs=c.intermediate, outputs=c.hidden))
 
-    sizes: dict[str, Any] = {
-        "query": inner,
-        "key": inner,
-        "intermediate": c.intermediate,
-        "is_gated": is_gated,
-        "mlp_values": 4 if is_gated else 2,
-    }
     encoder = Layer(
         prefix="encoder.block",
         linears=attention("layer.0.SelfAttention") + mlp("layer.1.DenseReluDense"),
         other=2 * c.hidden,
-        **sizes,
+        query=inner,
+        key=inner,
+        intermediate=c.intermediate,
+        is_gated=is_gated,
+        mlp_values=4 if is_gated else 2,
     )
-    decoder = Layer(
+    decoder = encoder.changed(
         prefix="decoder.block",
         linears=attention("layer.0.SelfAttention")
         + attention("layer.1.EncDecAttention")
         + mlp("layer.2.DenseReluDense"),
         other=3 * c.hidden,
         norms=3,
-        **sizes,
     )
     layers = c.number("num_layers", default=c.layers)
     pattern = [0] * layers + [1] * c.number("num_decoder_layers", default=layers)
     relative = 2 * c.number("relative_attention_num_buckets", default=32) * c.heads
     # Its own attention adds a bias to every pair of tokens, and its positions are relative: none is the last.
-    how = {"is_causal": False, "packs": False, "has_fused_attention": False}
-    facts = c.facts([encoder, decoder], pattern, tied=True, extra=2 * c.hidden + relative, **how)
+    facts = c.facts(
+        [encoder, decoder],
+        pattern,
+        tied=True,
+        extra=2 * c.hidden + relative,
+        is_causal=False,
+        packs=False,
+        has_fused_attention=False,
+    )
     return facts.changed(positions=None)
 
 
@@ -492,7 +509,7 @@ def _windowed(
     return c.facts(kinds, [different.index(window) for window in windows], **(facts or {}))
 
 
-def _plain_layer(c: _Config, prefix: str, linears: tuple[Linear, ...], other: int, **more: Any) -> Layer:
+def _plain_layer(c: _Config, prefix: str, linears: tuple[Linear, ...], other: int, **fields: Any) -> Layer:
     """A layer with layer norms whose MLP has no gate."""
     return Layer(
         prefix=prefix,
@@ -503,7 +520,7 @@ def _plain_layer(c: _Config, prefix: str, linears: tuple[Linear, ...], other: in
         intermediate=c.intermediate,
         norm="layer",
         is_gated=False,
-        **{"mlp_values": 2, **more},
+        **{"mlp_values": 2, **fields},
     )
 
 

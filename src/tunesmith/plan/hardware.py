@@ -123,8 +123,8 @@ def shared(hardware: Hardware, ranks: int, nodes: int = 1) -> Hardware:
 def probe() -> Hardware:
     """This machine; where this process was started as one of several ranks, as they share it."""
     environment = read_rank_environment()
-    found = _probe()
-    return shared(found, environment.local_ranks, environment.nodes) if environment.is_started else found
+    machine = _probe()
+    return shared(machine, environment.local_ranks, environment.nodes) if environment.is_started else machine
 
 
 def _probe() -> Hardware:
@@ -161,13 +161,13 @@ def named(text: str) -> Hardware:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise UserError('hardware: it is blank; say for example "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s".')
-    found = re.fullmatch(
+    written = re.fullmatch(
         r"(?:(\d+)\s*nodes?\s*(?:of|x|with|:)?\s*)?(.+?)(?:\s*(?:x|on)\s*(\d+)\s*nodes?)?", parts[0], re.I
     )
-    assert found
-    nodes = int(found[1] or found[3] or 1)
-    count_and_name = re.fullmatch(r"(\d+)\s*[x*\u00d7]\s*(.+)", found[2], re.I)
-    count, gpu = (int(count_and_name[1]), count_and_name[2]) if count_and_name else (1, found[2])
+    assert written
+    nodes = int(written[1] or written[3] or 1)
+    count_and_name = re.fullmatch(r"(\d+)\s*[x*\u00d7]\s*(.+)", written[2], re.I)
+    count, gpu = (int(count_and_name[1]), count_and_name[2]) if count_and_name else (1, written[2])
     for part in parts[1:]:
         options |= _option(part, nodes)
     return build(gpu=gpu, gpus=count, nodes=nodes, **options)
@@ -344,7 +344,7 @@ def _gpus() -> tuple[Gpu, ...]:
         return ()
     measured = measured_rates()
     try:
-        found = []
+        gpus = []
         for index in _visible(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
@@ -352,7 +352,7 @@ def _gpus() -> tuple[Gpu, ...]:
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             name = name.decode() if isinstance(name, bytes) else name
             model = catalogue.find_gpu(name)
-            found.append(
+            gpus.append(
                 Gpu(
                     name=name,
                     memory=int(memory.total),
@@ -361,7 +361,7 @@ def _gpus() -> tuple[Gpu, ...]:
                     rates=measured.get(name) or (rates_of(model) if model else None),
                 )
             )
-        return tuple(found)
+        return tuple(gpus)
     except pynvml.NVMLError:
         return ()
     finally:
@@ -386,9 +386,11 @@ def _visible(count: int) -> list[int]:
 
 def _has_flash_attention_4() -> bool:
     """Without importing it, which would import torch."""
-    found = importlib.util.find_spec("flash_attn")
+    package = importlib.util.find_spec("flash_attn")
     return (
-        any((Path(place) / "cute").is_dir() for place in (found.submodule_search_locations or ())) if found else False
+        any((Path(place) / "cute").is_dir() for place in (package.submodule_search_locations or ()))
+        if package
+        else False
     )
 
 

@@ -74,13 +74,17 @@ HOST_PROCESS = 3 * 2**30
 def timeline(task: Task, choice: Choice) -> list[Phase]:
     """The memory of one rank at each moment of a step that may be its peak."""
     if task.padded is not None and task.shape is None:
-        every = [_timeline(one, choice) for one in task.largest(choice.room(task))]
-        return [max(phases, key=lambda one: one.memory.total) for phases in zip(*every, strict=True)]
+        every = [_timeline(sized, choice) for sized in task.largest(choice.room(task))]
+        return [max(phases, key=_total) for phases in zip(*every, strict=True)]
     phases, answered = _timeline(task, choice), _with_answers(task, choice)
     if answered is None:
         return phases
     larger = {phase.name: phase for phase in _timeline(*answered) if phase.name != "rollout"}
-    return [max(phase, larger.get(phase.name, phase), key=lambda one: one.memory.total) for phase in phases]
+    return [max(phase, larger.get(phase.name, phase), key=_total) for phase in phases]
+
+
+def _total(phase: Phase) -> int:
+    return phase.memory.total
 
 
 def _with_answers(task: Task, choice: Choice) -> tuple[Task, Choice] | None:
@@ -303,13 +307,13 @@ def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: float) ->
         short_lived += logits if phase.name == "loss" else 0
         return now.activations + max(0, now.gradients - summed) + short_lived
 
-    held = max(within(one) for one in step) + max(one.memory.total - within(one) for one in step)
+    held = max(within(phase) for phase in step) + max(phase.memory.total - within(phase) for phase in step)
     held += round(more * (held - step[0].memory.context)) + POOLS[1]
 
     def whole(memory: Memory) -> Memory:
         return memory.changed(fragmentation=memory.fragmentation + held - memory.total)
 
-    return [loading, *(one.changed(memory=whole(one.memory)) for one in step)]
+    return [loading, *(phase.changed(memory=whole(phase.memory)) for phase in step)]
 
 
 def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, float]:
@@ -387,7 +391,9 @@ def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float)
     wide = max(kind.intermediate for kind in teacher.kinds)
     workspace = tokens * (3 * wide + 6 * teacher.hidden) * task.width
     if choice.teacher_storage != "plain":
-        workspace += task.width * max(one.inputs * one.outputs for kind in teacher.kinds for one in kind.linears)
+        workspace += task.width * max(
+            linear.inputs * linear.outputs for kind in teacher.kinds for linear in kind.linears
+        )
     if task.teacher_in_steps:
         return {"gradients": model_states.kept_gradients(task, choice), "workspace": workspace}
     logits = DISTILLED["likeliest"] * 4 * min(LOGITS[task.device] / 4, tokens * teacher.vocabulary)
@@ -400,7 +406,9 @@ def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float)
 def _merging(task: Task, choice: Choice, saved: float, tokens: float) -> dict[str, float]:
     """While adapters are merged into the base: one weight in fp32 and what is made of it; before that, with LoQT, a
     pass in which every linear's input is kept, and one gradient's singular directions."""
-    matrix = max(one.inputs * one.outputs for kind in task.facts.kinds for one in kind.linears if one.count == 1)
+    matrix = max(
+        linear.inputs * linear.outputs for kind in task.facts.kinds for linear in kind.linears if linear.count == 1
+    )
     if task.method == "relora":
         return {"workspace": 3 * 4 * matrix}
     kept = task.facts.total(lambda kind: kind.norms * task.facts.hidden + kind.query + kind.intermediate)
@@ -514,10 +522,10 @@ def _received(task: Task, choice: Choice, tokens: float) -> float:
 
 def _optimizer_workspace(task: Task, choice: Choice) -> float:
     facts = task.facts
-    linears = [one for kind in facts.kinds for one in kind.linears]
-    matrix = max(one.inputs * one.outputs for one in linears)
+    linears = [linear for kind in facts.kinds for linear in kind.linears]
+    matrix = max(linear.inputs * linear.outputs for linear in linears)
     if task.has_adapters:
-        matrix = task.lora.rank * max(max(one.inputs, one.outputs) for one in linears)
+        matrix = task.lora.rank * max(max(linear.inputs, linear.outputs) for linear in linears)
     largest = (matrix if task.has_adapters else max(facts.embedding, matrix)) / choice.tensor
     if task.optimizer == "adafactor":
         return 3 * 4 * largest

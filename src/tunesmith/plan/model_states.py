@@ -77,7 +77,7 @@ def gradients(task: Task, choice: Choice) -> float:
 
 
 def kept_gradients(task: Task, choice: Choice) -> float:
-    """Those of the micro-batches before: whole where they are reduced once a step."""
+    """Gradients of the micro-batches before, in bytes: whole where they are reduced once a step."""
     if choice.accumulation_steps(task) == 1:
         return 0.0
     is_whole = choice.sharding in ("ddp", "zero1") or (choice.sharding not in ("none", "zero2") and task.has_adapters)
@@ -199,7 +199,7 @@ def trained_share(task: Task) -> float:
 
 
 def active_parameters(task: Task) -> int:
-    """Those that are trained at a time, at most (`optim.blocks`)."""
+    """Parameters that are trained at a time, at most (`optim.blocks`)."""
     facts = task.facts
     layers = sorted((facts.kinds[kind].parameters for kind in facts.pattern), reverse=True)
     if task.optimizer == "badam":
@@ -272,11 +272,11 @@ def _projected_states(task: Task) -> float:
 
     def of(kind: Layer) -> float:
         values = 2.0 * kind.parameters
-        for one in kind.linears:
-            short, long = sorted((one.inputs, one.outputs))
+        for linear in kind.linears:
+            short, long = sorted((linear.inputs, linear.outputs))
             rank = projected_rank(task.optimizer, short)
             held = 2 * rank * long + (short * rank if task.optimizer == "galore" else 0)
-            values += (held - 2 * short * long) if one.count == 1 else 0  # stacks of experts are AdamW's
+            values += (held - 2 * short * long) if linear.count == 1 else 0  # stacks of experts are AdamW's
         return values
 
     facts = task.facts

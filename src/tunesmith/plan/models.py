@@ -68,21 +68,21 @@ def find(model: str) -> ModelLocation:
 def check_there(model: str) -> None:
     """Raise UserError where there is no such model: before anything is imported that takes seconds, and the hub asked
     at most once."""
-    found = find(model)
-    if found.kind == "hub":
-        _from_hub(found.location)
+    place = find(model)
+    if place.kind == "hub":
+        _from_hub(place.location)
 
 
 def files_of(model: str) -> list[Path]:
     """The files with the model's weights, where they lie on this disk, in the order of their names."""
-    found = find(model)
-    if found.kind == "hub":
+    place = find(model)
+    if place.kind == "hub":
         from huggingface_hub import try_to_load_from_cache
 
-        config = try_to_load_from_cache(found.location, "config.json")
+        config = try_to_load_from_cache(place.location, "config.json")
         folder = Path(config).parent if isinstance(config, str) else None
     else:
-        folder = Path(found.location) if found.kind == "folder" else None
+        folder = Path(place.location) if place.kind == "folder" else None
     return sorted(folder.glob("model*.safetensors")) if folder else []
 
 
@@ -113,13 +113,13 @@ def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:
 
 def read_config(model: str) -> dict[str, Any]:
     """The contents of the model's config.json, or what a GGUF's header says in its words."""
-    found = find(model)
-    if found.kind == "gguf":
-        return gguf_config(Path(found.location))
-    if found.kind == "folder":
-        path = Path(found.location) / "config.json"
+    place = find(model)
+    if place.kind == "gguf":
+        return gguf_config(Path(place.location))
+    if place.kind == "folder":
+        path = Path(place.location) / "config.json"
     else:
-        path = _from_hub(found.location)
+        path = _from_hub(place.location)
     config = read_config_file(path)
     check_quantization(config)
     return config
@@ -137,14 +137,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return config
 
 
-def _untagged(found: dict[str, Any]) -> Any:
+def _untagged(value: dict[str, Any]) -> Any:
     """transformers writes a float that JSON has no word for as {"__float__": "Infinity"}."""
-    if found.keys() == {"__float__"}:
+    if value.keys() == {"__float__"}:
         try:
-            return float(found["__float__"])
+            return float(value["__float__"])
         except (TypeError, ValueError):
-            return found
-    return found
+            return value
+    return value
 
 
 QUANTIZED = {"bitsandbytes", "fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "auto-round", "compressed-tensors"}
@@ -167,10 +167,10 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def rounded_already(model: str) -> str | None:
     """How a model's files hold its weights in few bits; None where they hold them as they are."""
-    config, found = read_config(model), find(model)
-    if found.kind == "gguf":
-        about = Path(found.location).stat()
-        kind = _gguf_header(Path(found.location), about.st_size, about.st_mtime_ns)[0].get("general.file_type")
+    config, place = read_config(model), find(model)
+    if place.kind == "gguf":
+        status = Path(place.location).stat()
+        kind = _gguf_header(Path(place.location), status.st_size, status.st_mtime_ns)[0].get("general.file_type")
         return None if kind in (None, *GGUF_PLAIN) else f"GGUF, file type {kind}"
     scheme = quantization_of(config)
     return None if scheme is None else str(scheme.get("quant_method") or "bitsandbytes")
@@ -223,21 +223,21 @@ def language_model_class(config: Any) -> Any:
     if is_encoder_decoder(config.to_dict()):
         kinds = {AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING}
     has_own_code = bool(getattr(config, "auto_map", None))
-    found = next((kind for kind, known in kinds.items() if type(config) in known), None)
-    if found is None and not has_own_code:
+    known_kind = next((kind for kind, known in kinds.items() if type(config) in known), None)
+    if known_kind is None and not has_own_code:
         raise UserError(
             f"transformers has no class of {config.model_type} models that writes text when it is given text alone: it "
             "is an encoder or another kind of model; choose another."
         )
-    return found or next(iter(kinds))
+    return known_kind or next(iter(kinds))
 
 
 def other_kind(config: Mapping[str, Any]) -> str | None:
     """What a model is by its config where it is neither a causal language model nor an encoder-decoder of text; None
     where it may be one."""
     name = architecture_of(config)
-    has_text = any(isinstance(one.get("vocab_size"), int) for one in (config, config.get("text_config") or {}))
-    keys = set(config) | {key for one in config.values() if isinstance(one, dict) for key in one}
+    has_text = any(isinstance(part.get("vocab_size"), int) for part in (config, config.get("text_config") or {}))
+    keys = set(config) | {key for part in config.values() if isinstance(part, dict) for key in part}
     is_heard = bool(keys & {"num_mel_bins", "feat_extract_norm", "conv_bias", "audio_config", "sampling_rate"})
     is_seen = bool(keys & {"image_size", "patch_size", "vision_config", "num_channels"})
     if re.search(r"ForCTC$|Audio|Speech|Wav2Vec|Whisper|Hubert|XVector", name) or (is_heard and not has_text):
@@ -273,18 +273,18 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, s
     is_pair = is_encoder_decoder(config)
     plain = {name: value for name, value in config.items() if name not in ("quantization_config", "compression_config")}
     if "auto_map" in plain and trust_remote_code and source:
-        made = AutoConfig.from_pretrained(source, trust_remote_code=True)
+        built = AutoConfig.from_pretrained(source, trust_remote_code=True)
     else:
-        made = AutoConfig.for_model(**plain)
+        built = AutoConfig.for_model(**plain)
     with torch.device("meta"):
-        model = language_model_class(made).from_config(made, trust_remote_code=trust_remote_code)
-    rough = from_config(_as_decoder(made) if is_pair else made.to_dict())
+        model = language_model_class(built).from_config(built, trust_remote_code=trust_remote_code)
+    rough = from_config(_as_decoder(built) if is_pair else built.to_dict())
     layers: dict[str, list[tuple[str, Any]]] = {}
     for name, parameter in model.named_parameters():
         prefix, index = _layer(name)
         if index is not None and "vision" not in prefix and "visual" not in prefix and "audio" not in prefix:
             layers.setdefault(f"{prefix}.{index}", []).append((name, parameter))
-    active = getattr(made.get_text_config(), "num_experts_per_tok", None) or 1
+    active = getattr(built.get_text_config(), "num_experts_per_tok", None) or 1
     kinds: list[Layer] = []
     pattern: list[int] = []
     for place, parameters in layers.items():
@@ -304,7 +304,7 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, s
         usual = rough.kinds[0]
         other = sum(parameter.numel() for _, parameter in parameters if not _is_matrix(parameter))
         index = int(place.rpartition(".")[2])
-        attention = _attention_of(made.get_text_config(), index, [name for name, _ in parameters])
+        attention = _attention_of(built.get_text_config(), index, [name for name, _ in parameters])
         attention |= _mlp_of(linears, usual.intermediate) | _mixer_of(model.get_submodule(place), linears)
         kind = usual.changed(prefix=prefix, linears=linears, other=other, **attention)
         if kind not in kinds:
@@ -334,7 +334,7 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, s
 def _as_decoder(config: Any) -> dict[str, Any]:
     """Sizes of an encoder-decoder in the words of a decoder's config; those of the wider stack, where they differ."""
     parts = [config, *(getattr(config, name, None) for name in ("encoder", "decoder"))]
-    found = {"architectures": config.architectures, "model_type": config.model_type}
+    values_of = {"architectures": config.architectures, "model_type": config.model_type}
     names = {
         "hidden_size": ("hidden_size",),
         "num_hidden_layers": ("num_hidden_layers",),
@@ -347,8 +347,8 @@ def _as_decoder(config: Any) -> dict[str, Any]:
     for name, others in names.items():
         values = [getattr(part, other, None) for part in parts if part is not None for other in others]
         if values := [value for value in values if isinstance(value, int)]:
-            found[name] = max(values)
-    return found
+            values_of[name] = max(values)
+    return values_of
 
 
 def _attention_of(config: Any, layer: int, names: list[str]) -> dict[str, Any]:
@@ -356,27 +356,27 @@ def _attention_of(config: Any, layer: int, names: list[str]) -> dict[str, Any]:
     own = config
     if getattr(config, "has_heterogeneity", False):
         own = config.get_full_layer_config(layer)
-    found: dict[str, Any] = {}
+    attention: dict[str, Any] = {}
     kinds = getattr(own, "layer_types", None)
     kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
     if kind == "sliding_attention" and isinstance(getattr(own, "sliding_window", None), int):
-        found["window"] = own.sliding_window or None
+        attention["window"] = own.sliding_window or None
     elif kind is not None:
-        found["window"] = None
+        attention["window"] = None
     if kind == "chunked_attention":
-        found["chunk"] = getattr(own, "attention_chunk_size", None)
+        attention["chunk"] = getattr(own, "attention_chunk_size", None)
     nope, rope = (getattr(own, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
     if isinstance(nope, int) and isinstance(rope, int):
-        found |= {"head_dim": nope + rope, "value_dim": getattr(own, "v_head_dim", None) or nope}
+        attention |= {"head_dim": nope + rope, "value_dim": getattr(own, "v_head_dim", None) or nope}
     elif isinstance(getattr(own, "v_head_dim", None), int):
-        found["value_dim"] = own.v_head_dim
+        attention["value_dim"] = own.v_head_dim
     wide = getattr(own, "global_head_dim", None)
     if kind == "full_attention" and isinstance(wide, int) and wide > 0:
-        found |= {"head_dim": wide, "value_dim": wide}
-    found["is_soft_capped"] = bool(getattr(own, "attn_logit_softcapping", None))
-    found["has_sinks"] = any(re.search(r"(^|\.)(attention_)?sinks?$", name) for name in names)
-    found["has_alibi"] = bool(getattr(own, "alibi", False)) or getattr(own, "model_type", "") in ("bloom", "mpt")
-    return found
+        attention |= {"head_dim": wide, "value_dim": wide}
+    attention["is_soft_capped"] = bool(getattr(own, "attn_logit_softcapping", None))
+    attention["has_sinks"] = any(re.search(r"(^|\.)(attention_)?sinks?$", name) for name in names)
+    attention["has_alibi"] = bool(getattr(own, "alibi", False)) or getattr(own, "model_type", "") in ("bloom", "mpt")
+    return attention
 
 
 def _is_matrix(parameter: Any) -> bool:
@@ -393,15 +393,15 @@ def _mixer_of(layer: Any, linears: tuple[Linear, ...]) -> dict[str, Any]:
             continue
         heads, size, groups, state = sizes
         inner = heads * size
-        found = StateSpace(heads=heads, inner=inner, state=state, channels=inner + 2 * groups * state)
-        has_attention = any(is_attention(one.name) for one in linears)
-        return {"state_space": found} | ({} if has_attention else {"query": 0, "key": 0})
+        space = StateSpace(heads=heads, inner=inner, state=state, channels=inner + 2 * groups * state)
+        has_attention = any(is_attention(linear.name) for linear in linears)
+        return {"state_space": space} | ({} if has_attention else {"query": 0, "key": 0})
     return {}
 
 
 def _mlp_of(linears: tuple[Linear, ...], width: int) -> dict[str, Any]:
     """Whether a layer's MLP has a gate: two linears of its width, or one of twice that."""
-    inside = [one.outputs / width for one in linears if not is_attention(one.name)]
+    inside = [linear.outputs / width for linear in linears if not is_attention(linear.name)]
     if inside.count(1) >= 2 or 2 in inside or 1 not in inside:
         return {}
     return {"is_gated": False, "mlp_values": 2, "gate": None}
@@ -448,8 +448,8 @@ _GGUF_STRING, _GGUF_ARRAY = 8, 9
 def gguf_config(file: Path) -> dict[str, Any]:
     """What the header of a GGUF file says, in the words of config.json."""
     try:
-        about = file.stat()
-        values, tensors = _gguf_header(file, about.st_size, about.st_mtime_ns)
+        status = file.stat()
+        values, tensors = _gguf_header(file, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise UserError(f"model: {file} cannot be read: {error.strerror or error}.") from error
     except (struct.error, ValueError, MemoryError, OverflowError) as error:

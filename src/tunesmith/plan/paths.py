@@ -45,7 +45,7 @@ def preferred(task: Task) -> Attention:
     """The best kernel for packed documents that the device has, for most layers of the model."""
     if task.device == "cpu" or not task.facts.has_fused_attention:
         return "sdpa"
-    most = heads_of(task, max(task.facts.counts, key=lambda one: one[1])[0])
+    most = heads_of(task, max(task.facts.counts, key=lambda counted: counted[1])[0])
     kernels: list[Attention] = ["flash-attn-4"] if task.hardware.has_flash_attention_4 else []
     kernels.append("varlen")
     if task.width != 4 or not has_efficient(most):
@@ -64,19 +64,21 @@ def _attending(task: Task) -> list[Layer]:
 
 def paths(task: Task, kernel: Attention) -> dict[str, Path]:
     """The path of each kind of layer, by a name for the kind."""
-    found: dict[str, Path] = {}
+    by_kind: dict[str, Path] = {}
     for kind in _attending(task):
         name = f"sliding {kind.window}" if kind.window else f"chunked {kind.chunk}" if kind.chunk else "full"
         path = path_of_kind(task, kernel, kind)
-        found[name if found.get(name, path) == path else f"{name}, {heads_of(task, kind).words}"] = path
-    return found
+        by_kind[name if by_kind.get(name, path) == path else f"{name}, {heads_of(task, kind).words}"] = path
+    return by_kind
 
 
 def said(task: Task, kernel: Attention) -> tuple[str, str]:
     """The paths in words, and why they are these, with what a faster one would need."""
-    found = paths(task, kernel)
+    by_kind = paths(task, kernel)
     choice = (
-        "; ".join(found.values()) if len(found) == 1 else "; ".join(f"{kind}: {path}" for kind, path in found.items())
+        "; ".join(by_kind.values())
+        if len(by_kind) == 1
+        else "; ".join(f"{kind}: {path}" for kind, path in by_kind.items())
     )
     capability = task.gpu.capability
     whys = []

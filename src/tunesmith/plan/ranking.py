@@ -26,16 +26,19 @@ def best_of(task: Task, fitting: list[Candidate]) -> Candidate | None:
     if not fitting:
         return None
     kept, least = [], float("inf")
-    for effort in sorted({_effort(one) for one in fitting}):
-        kind = [one for one in fitting if _effort(one) == effort]
-        quickest = min(one.time.total for one in kind)
+    for effort in sorted({_effort(candidate) for candidate in fitting}):
+        kind = [candidate for candidate in fitting if _effort(candidate) == effort]
+        quickest = min(candidate.time.total for candidate in kind)
         if WORTH * quickest < least:
             kept, least = kind, quickest
-    equals = [one for one in kept if one.time.total <= least * (1 + EQUAL)]
-    simplest = min(rules.complexity(one.choice) for one in equals)
-    simple = [one for one in equals if rules.complexity(one.choice) == simplest]
-    least = min(one.time.total for one in simple)
-    return min((one for one in simple if one.time.total <= least * (1 + SAME)), key=lambda one: one.bytes)
+    equals = [candidate for candidate in kept if candidate.time.total <= least * (1 + EQUAL)]
+    simplest = min(rules.complexity(candidate.choice) for candidate in equals)
+    simple = [candidate for candidate in equals if rules.complexity(candidate.choice) == simplest]
+    least = min(candidate.time.total for candidate in simple)
+    return min(
+        (candidate for candidate in simple if candidate.time.total <= least * (1 + SAME)),
+        key=lambda candidate: candidate.bytes,
+    )
 
 
 def should_capture(task: Task, choice: Choice) -> bool:
@@ -60,15 +63,15 @@ def fits_host(task: Task, choice: Choice) -> bool:
     return not is_offloaded or (fits_memory and model_states.disk(task, choice) <= task.hardware.disk)
 
 
-def with_transposed(task: Task, found: Candidate, pins: Mapping[str, Any], limit: int) -> Candidate:
+def with_transposed(task: Task, chosen: Candidate, pins: Mapping[str, Any], limit: int) -> Candidate:
     """With memory that is left over, frozen weights are kept transposed, too."""
-    choice = dataclasses.replace(found.choice, cache_transposed=True)
-    if found.choice.checkpointed_layers or "cache_transposed" in pins or not rules.may_cache_transposed(task, choice):
-        return found
-    more = make_candidate(task, choice, 0)
-    return more if more.bytes <= limit else found
+    choice = dataclasses.replace(chosen.choice, cache_transposed=True)
+    if chosen.choice.checkpointed_layers or "cache_transposed" in pins or not rules.may_cache_transposed(task, choice):
+        return chosen
+    transposed = make_candidate(task, choice, 0)
+    return transposed if transposed.bytes <= limit else chosen
 
 
-def _effort(one: Candidate) -> int:
+def _effort(candidate: Candidate) -> int:
     """Shards alone; stages, which need many micro-batches to be worth it; quantized collectives, which is lossy."""
-    return 2 if one.choice.is_lossy else int(one.choice.pipeline > 1)
+    return 2 if candidate.choice.is_lossy else int(candidate.choice.pipeline > 1)

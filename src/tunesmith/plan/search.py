@@ -16,7 +16,7 @@ from tunesmith.config.schema import Run
 from tunesmith.disk import gib
 from tunesmith.errors import UserError
 from tunesmith.objectives import objective_of
-from tunesmith.plan import memory, model_states, paths, rules
+from tunesmith.plan import memory, model_states, paths, refusals, rules
 from tunesmith.plan.candidates import Candidate, Refused, candidates_of, tiers_of
 from tunesmith.plan.choice import OF_PEFT, Choice, Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide
@@ -43,9 +43,10 @@ class Search:
         return memory.timeline(self.task, self.chosen.choice)
 
 
-def make_plan(
+def best_plan(
     run: Run, facts: ModelFacts, hardware: Hardware, *, lengths: Sequence[int] = (), size: DataSize | None = None
 ) -> Plan:
+    """The plan alone that `search` finds."""
     return search(run, facts, hardware, lengths=lengths, size=size).plan
 
 
@@ -80,14 +81,14 @@ def search(
         pinned.setdefault("optimizer_states", run.optimizer_states)
     chosen, tiers = _choose(task, pinned, limit)
     every = [candidate for tier in tiers for candidate in tier]
-    found = chosen or min(every, key=lambda candidate: (not fits_host(task, candidate.choice), candidate.bytes))
-    explain(run, task, found, every, limit, chosen is not None, decide)
-    engine = explain_engine(task, found, limit, decide)
-    saves_beside = _saves_beside(task, found.choice, decide)
+    best = chosen or min(every, key=lambda candidate: (not fits_host(task, candidate.choice), candidate.bytes))
+    explain(run, task, best, every, limit, chosen is not None, decide)
+    engine = explain_engine(task, best, limit, decide)
+    saves_beside = _saves_beside(task, best.choice, decide)
     deterministic = decide_determinism(run, task.device, decide)
     plan = _plan_of(
         task,
-        found,
+        best,
         limit,
         amount,
         held_out=held_out,
@@ -96,7 +97,7 @@ def search(
         deterministic=deterministic,
         reasons=tuple(reasons),
     )
-    return Search(plan, task, found, tiers)
+    return Search(plan, task, best, tiers)
 
 
 def _beside_engine(task: Task, limit: int) -> int:
@@ -124,9 +125,15 @@ def _choose(
     for tier in tiers_of(task):
         candidates = tuple(candidates_of(task, tier, pins, limit, seen, why_not))
         tiers.append(candidates)
-        fitting = [one for one in candidates if one.bytes <= limit and fits_host(task, one.choice)]
+        fitting = [
+            candidate for candidate in candidates if candidate.bytes <= limit and fits_host(task, candidate.choice)
+        ]
         if "cuda_graphs" not in pins:
-            fitting = [one for one in fitting if not one.choice.cuda_graphs or should_capture(task, one.choice)]
+            fitting = [
+                candidate
+                for candidate in fitting
+                if not candidate.choice.cuda_graphs or should_capture(task, candidate.choice)
+            ]
         chosen = best_of(task, fitting)
         if chosen:
             break
@@ -137,7 +144,7 @@ def _choose(
 
 def _plan_of(
     task: Task,
-    found: Candidate,
+    best: Candidate,
     limit: int,
     amount: Amount,
     *,
@@ -147,7 +154,7 @@ def _plan_of(
     deterministic: bool,
     reasons: tuple[Reason, ...],
 ) -> Plan:
-    choice = found.choice
+    choice = best.choice
     copied = model_states.checkpoint(task, choice) if saves_beside else 0
     return Plan(
         device=task.device,
@@ -193,14 +200,14 @@ def _plan_of(
         learning_rate=amount.learning_rate,
         held_out=held_out,
         deterministic=deterministic,
-        memory=found.peak.memory,
-        peak=found.peak.name,
+        memory=best.peak.memory,
+        peak=best.peak.name,
         phases=tuple(memory.timeline(task, choice)),
         engine_memory=engine,
         memory_limit=limit,
         host_memory=memory.host_memory(task, choice, copied=copied),
         disk=model_states.disk(task, choice),
-        time=found.time,
+        time=best.time,
         beyond=rules.beyond(task, choice),
         reasons=reasons,
     )
@@ -225,7 +232,7 @@ def refusal(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> str 
     counted = run.model_copy(update={"batch_tokens": None})  # by the plan
     make_task(counted, facts, hardware, lambda *_: None)  # what refuses the run refuses it here
     task, choice = _of_plan(run, plan, facts, hardware)
-    if (refused := rules.refused(task, choice)) is not None:
+    if (refused := refusals.refused(task, choice)) is not None:
         return refused
     return next((f"this version of Tunesmith cannot do {missing}" for missing in rules.beyond(task, choice)), None)
 
@@ -267,5 +274,5 @@ def _of_plan(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> tup
         objective=objective_of(run),
         teacher_in_steps=run.objective == "distill" and run.distillation.top_k is None,
     )
-    given = {**dict(plan), **dict(plan.mesh)}
-    return task, Choice(**{field.name: given[field.name] for field in dataclasses.fields(Choice)})
+    values = {**dict(plan), **dict(plan.mesh)}
+    return task, Choice(**{field.name: values[field.name] for field in dataclasses.fields(Choice)})

@@ -157,16 +157,24 @@ PACK, UNPACK = {"cpu": 120, "cuda": 40}, {"cpu": 75, "cuda": 12}
 measured with int8."""
 
 
+class Passes(NamedTuple):
+    """Seconds of one micro-batch on the slowest rank."""
+
+    forward: Time
+    backward: Time
+    recomputation: float
+    """What the backward pass takes more for activations that are computed again."""
+
+
 def step_time(task: Task, choice: Choice) -> Time:
-    """Of one optimizer step, on the slowest rank."""
+    """The time of one optimizer step, on the slowest rank, by what it is for."""
     micro_batches: float = choice.accumulation_steps(task)
     if choice.pipeline > 1:
         micro_batches = stages.micro_batches(choice.accumulation_steps(task), choice.pipeline)
     if task.padded is not None and task.padded.steps:
         micro_batches = task.padded.micro_batches(choice.room(task), choice.data_ranks)
-    is_paired = task.facts.paired is not None and task.padded is not None
-    forward, backward, checkpointed = (_paired_passes if is_paired else _passes)(task, choice)
-    compute = forward.total + backward.total + checkpointed
+    forward, backward, recomputation = passes(task, choice)
+    compute = forward.total + backward.total + recomputation
     time = {part: micro_batches * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
     if task.objective.has_baseline:  # answers to other prompts, without a gradient
         time = _plus(time, forward, micro_batches)
@@ -180,14 +188,16 @@ def step_time(task: Task, choice: Choice) -> Time:
         share = objective.distillation.on_policy if isinstance(objective, Distill) else 1.0
         time = {part: updates * seconds for part, seconds in time.items()}
         time = _plus(time, _rollout(task, choice, *answers), share)
-    time["recomputation"] = micro_batches * checkpointed
+    time["recomputation"] = micro_batches * recomputation
     time["optimizer"], host_update = _optimizer(task, choice)
     if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.optimizer_in_backward:
         host_update = max(0.0, host_update - forward.total)  # layers begin once their own weights are updated
-    time["communication"] = _communication(task, choice, micro_batches, forward.total, backward.total + checkpointed)
+    time["communication"] = _communication(task, choice, micro_batches, forward.total, backward.total + recomputation)
     time["offload"] = host_update + micro_batches * _activation_traffic(task, choice, compute)
     if choice.offload_parameters:
-        time["offload"] += _parameter_traffic(task, choice, micro_batches, forward.total, backward.total + checkpointed)
+        time["offload"] += _parameter_traffic(
+            task, choice, micro_batches, forward.total, backward.total + recomputation
+        )
     time["bubbles"] = _bubbles(choice, micro_batches, compute)
     update = 0.0
     if task.optimizer == "adafactor" and task.device == "cuda":
@@ -196,21 +206,28 @@ def step_time(task: Task, choice: Choice) -> Time:
     return Time(**time)
 
 
-def _plus(time: dict[str, float], passes: Time, count: float) -> dict[str, float]:
-    """With so many passes more."""
-    return {part: seconds + count * getattr(passes, part) for part, seconds in time.items()}
+def _plus(time: dict[str, float], more: Time, count: float) -> dict[str, float]:
+    """The time with so many times `more` added."""
+    return {part: seconds + count * getattr(more, part) for part, seconds in time.items()}
 
 
 # compute
 
 
-def _paired_passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
-    """The same of an encoder-decoder's mean micro-batch, of which all work was counted."""
+def passes(task: Task, choice: Choice) -> Passes:
+    """The passes of one micro-batch: of an encoder-decoder as they were counted, of others by their structure."""
+    if task.facts.paired is not None and task.padded is not None:
+        return _counted_passes(task, choice)
+    return _passes_by_structure(task, choice)
+
+
+def _counted_passes(task: Task, choice: Choice) -> Passes:
+    """The passes of an encoder-decoder's mean micro-batch, of which all work was counted."""
     facts, rates, padded = task.facts, task.rates, task.padded
     assert facts.paired is not None
     assert padded is not None
     mean, work = padded.mean(choice.room(task)), facts.paired
-    read, written = (float(one) for one in mean[:2])
+    read, written = (float(count) for count in mean[:2])
     half, is_gpu = rates.half if task.width == 2 else rates.fp32, task.device == "cuda"
     rate = _matmul_rate(task, choice, read + written)
     share = ATTENTION["memory-efficient", "new"].share if is_gpu else 0.5
@@ -222,12 +239,14 @@ def _paired_passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         quantization=_quantization(task, choice, read + written),
         loss=head * (2 if task.has_adapters else 3) + 20 * facts.vocabulary * written / rates.bandwidth,
     )
-    forward, backward = (Time(**{name: part * one for name, one in dict(both).items()}) for part in (1 / 3, 2 / 3))
-    return forward, backward, forward.total * choice.checkpointed_layers / facts.layers
+    forward, backward = (
+        Time(**{name: part * seconds for name, seconds in dict(both).items()}) for part in (1 / 3, 2 / 3)
+    )
+    return Passes(forward, backward, forward.total * choice.checkpointed_layers / facts.layers)
 
 
-def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
-    """Forward and backward of one micro-batch, and what recomputation adds to the backward pass."""
+def _passes_by_structure(task: Task, choice: Choice) -> Passes:
+    """The passes of one micro-batch, as long as the structure of the layers and the head says."""
     facts, rates, tokens = task.facts, task.rates, choice.tokens(task)
     if task.padded is not None:
         tokens = float(task.padded.mean(choice.room(task))[0])
@@ -238,19 +257,11 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     matmuls *= 1 + (activations.CROWDED - 1) * _expert_share(task) if choice.expert > 1 else 1
     attention = _attention(task, choice) * tokens / split
     elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
-    passes = UNFUSED_ADAPTER_PASSES if task.method == "loqt" else ADAPTER_PASSES
-    passes = DORA_PASSES if task.has_adapters and task.lora.dora else passes
-    adapter = task.adapted[1] * passes * task.width * tokens / split / rates.bandwidth
-    adapter += 6 * task.adapted[0] * tokens / split / (ADAPTER_RATE * (rates.fp32 if task.width == 4 else rates.half))
-    adapter *= 1 if choice.is_compiled else 1.5
+    adapter = _adapter_seconds(task, choice, tokens, split)
     if (counted := _counted(task, choice, tokens)) is not None:
         elementwise, adapter = (part / split for part in counted)
     quantization = _quantization(task, choice, tokens) / split
-    head = 2 * facts.embedding * tokens / split / (rates.fp32 if task.width == 4 else rates.half)
-    logits = 20 * facts.vocabulary * tokens / split / rates.bandwidth
     weight_gradients = 0 if task.has_adapters else model_states.trained_share(task)
-    has_fp8_head = rates.fp8 and model_states.has_fp8_head(task, choice)
-    head_backward = rates.half / rates.fp8 if has_fp8_head else 1 + weight_gradients
     share = _backward_share(task)
     forward = Time(
         matmuls=matmuls,
@@ -258,7 +269,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         elementwise=FORWARD_ELEMENTWISE * elementwise,
         adapter=adapter / 3,
         quantization=quantization / 2,
-        loss=0.0 if task.objective.has_embeddings or task.objective.has_head else head * (1 + head_backward) + logits,
+        loss=_loss_seconds(task, choice, tokens, split, weight_gradients),
     )
     backward = Time(
         matmuls=matmuls * (1 + weight_gradients) * share,
@@ -267,14 +278,41 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         adapter=adapter * 2 / 3,
         quantization=quantization / 2 * share,
     )
+    return Passes(forward, backward, share * _recomputation(task, choice, forward))
+
+
+def _adapter_seconds(task: Task, choice: Choice, tokens: float, split: float) -> float:
+    """Seconds that adapters add to both passes: passes over memory, and their own matmuls."""
+    passes = UNFUSED_ADAPTER_PASSES if task.method == "loqt" else ADAPTER_PASSES
+    passes = DORA_PASSES if task.has_adapters and task.lora.dora else passes
+    rates = task.rates
+    seconds = task.adapted[1] * passes * task.width * tokens / split / rates.bandwidth
+    seconds += 6 * task.adapted[0] * tokens / split / (ADAPTER_RATE * (rates.fp32 if task.width == 4 else rates.half))
+    return seconds * (1 if choice.is_compiled else 1.5)
+
+
+def _loss_seconds(task: Task, choice: Choice, tokens: float, split: float, weight_gradients: float) -> float:
+    """Seconds of the head and the loss, gradients included, for which the head's matmul is done again."""
+    if task.objective.has_embeddings or task.objective.has_head:
+        return 0.0
+    facts, rates = task.facts, task.rates
+    head = 2 * facts.embedding * tokens / split / (rates.fp32 if task.width == 4 else rates.half)
+    logits = 20 * facts.vocabulary * tokens / split / rates.bandwidth
+    has_fp8_head = rates.fp8 and model_states.has_fp8_head(task, choice)
+    head_backward = rates.half / rates.fp8 if has_fp8_head else 1 + weight_gradients
+    return head * (1 + head_backward) + logits
+
+
+def _recomputation(task: Task, choice: Choice, forward: Time) -> float:
+    """Seconds of what the backward pass computes again of the forward pass, if it goes through all layers."""
     # A checkpointed layer's output is nobody's input: its last matmul falls out of the graph that both passes are.
     needed = 1 - _last_share(task) if choice.is_compiled else 1
-    again = needed * matmuls + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
-    again += 0.0 if choice.save_attention else attention
-    checkpointed = choice.checkpointed_layers / facts.layers
+    again = needed * forward.matmuls + forward.elementwise + forward.adapter + forward.quantization
+    again += 0.0 if choice.save_attention else forward.attention
+    checkpointed = choice.checkpointed_layers / task.facts.layers
     # An MLP in slices is computed again in any case; a compiled layer leaves it out when it is itself checkpointed.
     sliced = (1 - checkpointed if choice.is_compiled else 1) if choice.mlp_slice else 0
-    return forward, backward, share * (again * checkpointed + sliced * matmuls * _mlp_share(task))
+    return again * checkpointed + sliced * forward.matmuls * _mlp_share(task)
 
 
 def _counted(task: Task, choice: Choice, tokens: float) -> tuple[float, float] | None:
@@ -317,7 +355,7 @@ def _teacher(task: Task, choice: Choice) -> Time:
         replicate=choice.replicate,
         shard=choice.shard,
     )
-    forward, _, _ = _passes(asked, way)
+    forward = _passes_by_structure(asked, way).forward
     return Time(**{**dict(forward), "loss": forward.loss / 2})
 
 
@@ -385,7 +423,7 @@ def _last_share(task: Task) -> float:
 def _expert_share(task: Task) -> float:
     """Of the parameters that a token passes through."""
     active = task.facts.total(
-        lambda kind: sum(one.active * one.inputs * one.outputs for one in kind.linears if one.count > 1)
+        lambda kind: sum(linear.active * linear.inputs * linear.outputs for linear in kind.linears if linear.count > 1)
     )
     return active / task.facts.active
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import nn
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.data.prompts import PromptLoader
+from tunesmith.data.store import TokenStore
 from tunesmith.kernels import flash4
 from tunesmith.model import attention
 from tunesmith.model.adapters import RankSchedule
@@ -28,9 +29,9 @@ from tunesmith.optim.blocks import BlockOptimizer, BlockSchedule
 from tunesmith.optim.build import Optimizer, build
 from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
-from tunesmith.parallel.context import context_shard_of
+from tunesmith.parallel.context import ContextShard, context_shard_of
 from tunesmith.parallel.mesh import check_ranks
-from tunesmith.parallel.prepare import Prepared, SharedBase, is_cut, prepare
+from tunesmith.parallel.prepare import PreparedModel, SharedBase, is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
 from tunesmith.plan.model_states import BLOCKWISE
@@ -53,6 +54,7 @@ from tunesmith.run.teacher import teach_of
 from tunesmith.train.events import Evaluation
 from tunesmith.train.job import Job, RollOut
 from tunesmith.train.samples import SampleLog
+from tunesmith.train.step import Teach
 
 
 @dataclass
@@ -74,93 +76,10 @@ def assemble(
     run, plan, ranks = ready.run, ready.plan, ranks or Ranks()
     device = _device(plan, ranks)
     _make_ready(run, plan, device, ranks)
+    assembly = _Assembly(ready, objective_of(run), device, ranks, progress, shared)
     with ExitStack() as stack:
         started = stack.enter_context(started_engine(run, plan, ranks, progress))
-        job = _assembled(ready, ranks, device, progress, shared, started)
-        return replace(job, close=stack.pop_all().close)
-
-
-def _assembled(
-    ready: PreparedRun,
-    ranks: Ranks,
-    device: torch.device,
-    progress: Progress | None,
-    shared: Shared | None,
-    started: RunningEngine | None,
-) -> Job:
-    run, plan = ready.run, ready.plan
-    objective = objective_of(run)
-    loader = _prompt_loader(ready, objective) if isinstance(objective, Grpo) else _loader(ready, ranks, objective)
-    teach = None
-    check_prompts(run.distillation.on_policy, ready.data.train)
-    if isinstance(loader, Loader):
-        teach = teach_of(run, plan, ready.data.train, loader.seen, device, ranks, progress)
-    prepared = _prepare(ready, device, ranks, loader.total_steps, shared.base if shared else None)
-    model, called = prepared.model, prepared.called
-    merges = Merges.of(model, run, loader.total_steps)
-    optimizer = _optimizer(ready, model, loader.total_steps)
-    if called is model:
-        optimizer.overlap_update(body(model), decoder_layers(model))
-    shape = micro_batch_shape(plan)
-    context_shard = context_shard_of(plan, ranks.rank, shape)
-    began = f"{ready.identity.model}:{run.peft}:{run.seed}" if run.method == "peft" else ready.identity.model
-    about = {"weights": began, "ranks": ranks, "context_shard": context_shard, "progress": progress}
-    reference = Reference(called, plan.forward, plan, device, **about)
-    if isinstance(loader, Loader):
-        loader.refer(*reference.of(ready.data.train, objective, loader.seen))
-    evals, note = held_out_while_training(run, plan, ready.data.evals, loader.total_steps)
-    evals, eval_mismatched = reference.of(evals, objective)
-    few = None if objective.has_rollouts else _few_steps(run, loader.total_steps)
-    notes = [one for one in (note, few) if one]
-    share = Share(called, plan, ranks)
-    schedule = RankSchedule.of(prepared.tuned)
-    rule = StopRule.of(run, plan, objective, has_held_out=bool(evals))
-    fingerprints = tuple(store.fingerprint for store in evals)
-    state = TrainingState(optimizer, share, ready.checkpoints, schedule or merges, rule=rule, held_out=fingerprints)
-    told = {"steps": loader.total_steps, "losses": state.losses}
-    result = ResultWriter.of(run, plan, model, optimizer, share, ready.data, **told, tuned=prepared.tuned)
-    engine = None if started is None else Engine(started, result.write_current, ranks)
-    answering = _answering(ready, called, objective, device, ranks, engine)
-    evaluate, samples = None, SampleLog(Path(run.output), is_first=ranks.is_first)
-    if answering.generator is not None and evals:
-        evaluate = RewardEvaluator(answering.generator, evals, ranks, state.losses)
-    elif evals:
-        told = (state.losses, objective, eval_mismatched, rule if rule and rule.task is None else None)
-        evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, context_shard, *told, samples)
-        evaluate = _knowing_the_base(evaluate, ready, shared) if rule is None else evaluate
-    if run.eval_tasks:
-        given = (called, device, ranks, loader.total_steps, rule, samples)
-        evaluate = with_tasks(evaluate, run, plan, ready.data, *given)
-        notes += [evaluate.note] if evaluate.note else []
-    return Job(
-        run=run,
-        plan=plan,
-        folder=Path(run.output),
-        device=device,
-        model=called,
-        spec=answering.spec,
-        loader=loader,
-        titles=tuple(store.title for store in ready.data.train),
-        sets=tuple((store.title, store.key) for store in ready.data.train),
-        optimizer=optimizer,
-        checkpoints=ready.checkpoints,
-        resume_from=ready.resume_from,
-        evaluate=evaluate,
-        ends=(lambda: rule.reason) if rule is not None else (lambda: None),
-        save=state.save,
-        restore=state.restore,
-        write_result=result.write,
-        finish=lambda summary: run_folder.write_summary(Path(run.output), summary),
-        shape=shape,
-        warnings=(*ready.data.warnings, *ready.warnings, *notes),
-        ranks=ranks,
-        context_shard=context_shard,
-        objective=objective,
-        schedule=schedule,
-        merges=merges,
-        teach=teach,
-        roll_out=answering.roll_out,
-    )
+        return replace(assembly.job(started), close=stack.pop_all().close)
 
 
 def _device(plan: Plan, ranks: Ranks) -> torch.device:
@@ -177,100 +96,280 @@ def _make_ready(run: Run, plan: Plan, device: torch.device, ranks: Ranks) -> Non
     check_parallelism(run, plan, device)
 
 
-def _prepare(ready: PreparedRun, device: torch.device, ranks: Ranks, steps: int, base: SharedBase | None) -> Prepared:
-    """The model, whose base is known by its content from here on."""
-    run, plan = ready.run, ready.plan
-    content = (base.content(run, plan) if base else None) or Content()
-    ways = {"content": content, "meanwhile": _imports_for(plan), "steps": steps}
-    prepared = prepare(run, plan, device, **ways, base=base)
-    _keep_base(ready, content, plan, ranks)
-    return prepared
+class _HeldOutData(NamedTuple):
+    """What is evaluated while the run trains."""
+
+    stores: Sequence[TokenStore]
+    mismatched: Sequence[TokenStore]
+    """The same prompts with the answers to others, for objectives that have a baseline."""
+    note: str | None
+    """What to say where these are not all that is held out."""
 
 
-def _knowing_the_base(evaluate: Evaluator, ready: PreparedRun, shared: Shared | None) -> Evaluate:
-    """In a sweep, what the base's losses were found to be once is not computed again."""
-    run = ready.run
-    if shared is None or run.adapter is not None or not SharedBase.suits(run, ready.plan):
-        return evaluate
-    return with_known_start(evaluate, run, shared.evaluated)
-
-
-class _Answering(NamedTuple):
-    """Where the model itself answers in steps."""
+class _OwnAnswers(NamedTuple):
+    """How the model itself answers in steps, where the objective has it answer."""
 
     spec: ForwardSpec
+    """How the model is called in training."""
     roll_out: RollOut | None = None
     generator: Generator | None = None
 
 
-def _answering(
-    ready: PreparedRun,
-    called: nn.Module,
-    objective: Objective,
-    device: torch.device,
-    ranks: Ranks,
-    engine: Engine | None,
-) -> _Answering:
-    run, plan, encoder, folder = ready.run, ready.plan, ready.data.encoder, Path(ready.run.output)
-    if isinstance(objective, Grpo):
-        generator = Generator(called, encoder, run.rollout, Rewards(run.rewards), run.seed, engine)
-        spec = at_temperature(plan.forward, run.rollout.temperature)
-        longest = max(int(store.lengths.max()) for store in ready.data.train)
-        return _Answering(spec, Rollouts(generator, objective, spec, plan, device, ranks, folder, longest), generator)
-    if isinstance(objective, Distill) and objective.is_on_policy:
-        sampler = Sampler(called, encoder, run.rollout, run.seed)
-        return _Answering(plan.forward, OnPolicy(sampler, objective, plan.forward, plan, ranks, folder))
-    return _Answering(plan.forward)
+@dataclass(frozen=True)
+class _Assembly:
+    """A job in the making: `job` has the order, and each other method makes one part of it."""
 
+    ready: PreparedRun
+    objective: Objective
+    device: torch.device
+    ranks: Ranks
+    progress: Progress | None
+    shared: Shared | None
 
-def _optimizer(ready: PreparedRun, model: nn.Module, steps: int) -> Optimizer:
-    run, plan = ready.run, ready.plan
-    if run.algorithm not in BLOCKWISE:
-        return build(model, run, plan)
-    schedule = BlockSchedule.of(model, decoder_layers(model), run, steps=steps)
-    accumulates = plan.accumulation_steps > 1 or plan.by_length
-    options = {"master_weights": plan.master_weights, "accumulates": accumulates}
-    return BlockOptimizer(model.named_parameters(), run, schedule, **options)
+    @property
+    def run(self) -> Run:
+        return self.ready.run
 
+    @property
+    def plan(self) -> Plan:
+        return self.ready.plan
 
-def _keep_base(ready: PreparedRun, content: Content, plan: Plan, ranks: Ranks) -> None:
-    """The base is known again by what was read of it, by all ranks where each has read a part."""
-    if is_cut(plan):
-        content.join(ranks.gather)
-    if ranks.is_first:
-        ways = {"is_continued": ready.is_continued, "accept_changes": ready.accept_changes}
-        keep_base(Path(ready.run.output), ready.run, content, **ways)
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.output)
 
+    def job(self, started: RunningEngine | None) -> Job:
+        """The job. `started`: vLLM, where it answers in the model's place."""
+        run, plan, ranks = self.run, self.plan, self.ranks
+        loader = self.loader()
+        teach = self.teacher(loader)
+        prepared = self.prepared_model(loader.total_steps)
+        model, called = prepared.model, prepared.called
+        merges = Merges.of(model, run, loader.total_steps)
+        schedule = RankSchedule.of(prepared.tuned)
+        optimizer = self.optimizer(prepared, loader.total_steps)
+        context_shard = context_shard_of(plan, ranks.rank, micro_batch_shape(plan))
+        reference = self.reference(called, context_shard)
+        if isinstance(loader, Loader):
+            loader.refer(*reference.of(self.ready.data.train, self.objective, loader.seen))
+        held_out = self.held_out_data(reference, loader.total_steps)
+        rule = StopRule.of(run, plan, self.objective, has_held_out=bool(held_out.stores))
+        share = Share(called, plan, ranks)
+        state = TrainingState(
+            optimizer,
+            share,
+            self.ready.checkpoints,
+            schedule=schedule or merges,
+            rule=rule,
+            held_out=tuple(store.fingerprint for store in held_out.stores),
+        )
+        result = ResultWriter.of(
+            run,
+            plan,
+            model,
+            optimizer,
+            share,
+            self.ready.data,
+            steps=loader.total_steps,
+            losses=state.losses,
+            tuned=prepared.tuned,
+        )
+        engine = None if started is None else Engine(started, result.write_current, ranks)
+        own_answers = self.own_answers(called, engine)
+        samples = SampleLog(self.folder, is_first=ranks.is_first)
+        evaluate = self.evaluation(called, held_out, own_answers.generator, context_shard, state, samples)
+        tasks_note = None
+        if run.eval_tasks:
+            evaluate = with_tasks(
+                evaluate,
+                run,
+                plan,
+                self.ready.data,
+                called=called,
+                device=self.device,
+                ranks=ranks,
+                total_steps=loader.total_steps,
+                rule=rule,
+                samples=samples,
+            )
+            tasks_note = evaluate.note
+        notes = (held_out.note, self.note_on_steps(loader.total_steps), tasks_note)
+        return Job(
+            run=run,
+            plan=plan,
+            folder=self.folder,
+            device=self.device,
+            model=called,
+            spec=own_answers.spec,
+            loader=loader,
+            titles=tuple(store.title for store in self.ready.data.train),
+            sets=tuple((store.title, store.key) for store in self.ready.data.train),
+            optimizer=optimizer,
+            checkpoints=self.ready.checkpoints,
+            resume_from=self.ready.resume_from,
+            evaluate=evaluate,
+            ends=(lambda: rule.reason) if rule is not None else (lambda: None),
+            save=state.save,
+            restore=state.restore,
+            write_result=result.write,
+            finish=lambda summary: run_folder.write_summary(self.folder, summary),
+            shape=micro_batch_shape(plan),
+            warnings=(*self.ready.data.warnings, *self.ready.warnings, *filter(None, notes)),
+            ranks=ranks,
+            context_shard=context_shard,
+            objective=self.objective,
+            schedule=schedule,
+            merges=merges,
+            teach=teach,
+            roll_out=own_answers.roll_out,
+        )
 
-def _loader(ready: PreparedRun, ranks: Ranks, objective: Objective) -> Loader:
-    run, plan = ready.run, ready.plan
-    return Loader(
-        ready.data.train,
-        [dataset.weight for dataset in run.data],
-        seed=run.seed,
-        sequence_length=plan.sequence_length,
-        sequences_per_step=plan.sequences_per_step,
-        epochs=run.epochs or plan.epochs,
-        steps=run.steps,
-        micro_batch=plan.micro_batch,
-        rank=plan.mesh.data_rank(ranks.rank),
-        ranks=plan.mesh.data_ranks,
-        lengths=plan.forward.lengths(plan.sequence_length),
-        most_padded=plan.most_padded,
-        objective=objective,
-    )
+    def loader(self) -> Loader | PromptLoader:
+        """The batches of each step, or its prompts where the model itself answers them."""
+        run, plan, data = self.run, self.plan, self.ready.data
+        weights = [dataset.weight for dataset in run.data]
+        epochs = run.epochs or plan.epochs
+        if isinstance(self.objective, Grpo):
+            prompts = self.objective.rollout.prompts
+            return PromptLoader(data.train, weights, seed=run.seed, prompts=prompts, epochs=epochs, steps=run.steps)
+        return Loader(
+            data.train,
+            weights,
+            seed=run.seed,
+            sequence_length=plan.sequence_length,
+            sequences_per_step=plan.sequences_per_step,
+            epochs=epochs,
+            steps=run.steps,
+            micro_batch=plan.micro_batch,
+            rank=plan.mesh.data_rank(self.ranks.rank),
+            ranks=plan.mesh.data_ranks,
+            lengths=plan.forward.lengths(plan.sequence_length),
+            most_padded=plan.most_padded,
+            objective=self.objective,
+        )
 
+    def teacher(self, loader: Loader | PromptLoader) -> Teach | None:
+        """What gives each micro-batch its lesson; None where there is no teacher."""
+        check_prompts(self.run.distillation.on_policy, self.ready.data.train)
+        if isinstance(loader, PromptLoader):
+            return None
+        train = self.ready.data.train
+        return teach_of(self.run, self.plan, train, loader.seen, self.device, self.ranks, self.progress)
 
-def _prompt_loader(ready: PreparedRun, objective: Grpo) -> PromptLoader:
-    run, weights = ready.run, [dataset.weight for dataset in ready.run.data]
-    amount = {"epochs": run.epochs or ready.plan.epochs, "steps": run.steps}
-    return PromptLoader(ready.data.train, weights, seed=run.seed, prompts=objective.rollout.prompts, **amount)
+    def prepared_model(self, total_steps: int) -> PreparedModel:
+        """The model, ready to train; its base is known by its content from here on."""
+        run, plan = self.run, self.plan
+        base = self.shared.base if self.shared else None
+        content = (base.content(run, plan) if base else None) or Content()
+        imports = _imports_for(plan)
+        prepared = prepare(run, plan, self.device, content=content, meanwhile=imports, steps=total_steps, base=base)
+        self.keep_base(content)
+        return prepared
 
+    def keep_base(self, content: Content) -> None:
+        """Have the run's folder remember what was read of the base: by all ranks, where each has read a part."""
+        if is_cut(self.plan):
+            content.join(self.ranks.gather)
+        if self.ranks.is_first:
+            is_continued, accept_changes = self.ready.is_continued, self.ready.accept_changes
+            keep_base(self.folder, self.run, content, is_continued=is_continued, accept_changes=accept_changes)
 
-def _few_steps(run: Run, total_steps: int) -> str | None:
-    is_asked_for = run.steps is not None or None not in (run.epochs, run.batch_tokens)
-    few = None if is_asked_for else few_steps(total_steps)
-    return f"The steps of this run are {total_steps}, {few}." if few else None
+    def optimizer(self, prepared: PreparedModel, total_steps: int) -> Optimizer:
+        """The optimizer of the trained weights, which overlaps updates with the next step where the model is whole."""
+        run, plan, model = self.run, self.plan, prepared.model
+        if run.algorithm in BLOCKWISE:
+            optimizer = BlockOptimizer(
+                model.named_parameters(),
+                run,
+                BlockSchedule.of(model, decoder_layers(model), run, steps=total_steps),
+                master_weights=plan.master_weights,
+                accumulates=plan.accumulation_steps > 1 or plan.by_length,
+            )
+        else:
+            optimizer = build(model, run, plan)
+        if prepared.called is model:
+            optimizer.overlap_update(body(model), decoder_layers(model))
+        return optimizer
+
+    def reference(self, called: nn.Module, context_shard: ContextShard) -> Reference:
+        """What asks the model, as it is before its first step, for the reference of an objective that has one."""
+        model = self.ready.identity.model
+        return Reference(
+            called,
+            self.plan.forward,
+            self.plan,
+            self.device,
+            weights=f"{model}:{self.run.peft}:{self.run.seed}" if self.run.method == "peft" else model,
+            ranks=self.ranks,
+            context_shard=context_shard,
+            progress=self.progress,
+        )
+
+    def held_out_data(self, reference: Reference, total_steps: int) -> _HeldOutData:
+        """The held-out data that the run evaluates, with their references."""
+        stores, note = held_out_while_training(self.run, self.plan, self.ready.data.evals, total_steps)
+        return _HeldOutData(*reference.of(stores, self.objective), note)
+
+    def own_answers(self, called: nn.Module, engine: Engine | None) -> _OwnAnswers:
+        """What has the model, or `engine` in its place, answer the prompts of a step."""
+        run, plan, data, objective = self.run, self.plan, self.ready.data, self.objective
+        if isinstance(objective, Grpo):
+            generator = Generator(called, data.encoder, run.rollout, Rewards(run.rewards), run.seed, engine)
+            spec = at_temperature(plan.forward, run.rollout.temperature)
+            longest = max(int(store.lengths.max()) for store in data.train)
+            rollouts = Rollouts(generator, objective, spec, plan, self.device, self.ranks, self.folder, longest)
+            return _OwnAnswers(spec, rollouts, generator)
+        if isinstance(objective, Distill) and objective.is_on_policy:
+            sampler = Sampler(called, data.encoder, run.rollout, run.seed)
+            on_policy = OnPolicy(sampler, objective, plan.forward, plan, self.ranks, self.folder)
+            return _OwnAnswers(plan.forward, on_policy)
+        return _OwnAnswers(plan.forward)
+
+    def evaluation(
+        self,
+        called: nn.Module,
+        held_out: _HeldOutData,
+        generator: Generator | None,
+        context_shard: ContextShard,
+        state: TrainingState,
+        samples: SampleLog,
+    ) -> Evaluate | None:
+        """What evaluates the held-out data: by rewards of the answers of `generator`, where there is one, else by their
+        loss; None where no data are held out. Losses that are found become part of `state`, and its rule is told."""
+        if not held_out.stores:
+            return None
+        if generator is not None:
+            return RewardEvaluator(generator, held_out.stores, self.ranks, state.losses)
+        evaluator = Evaluator(
+            called,
+            self.plan.forward,
+            self.plan,
+            held_out.stores,
+            self.device,
+            self.ranks,
+            context_shard,
+            state.losses,
+            objective=self.objective,
+            mismatched=held_out.mismatched,
+            rule=state.rule if state.rule and state.rule.task is None else None,
+            samples=samples,
+        )
+        return evaluator if state.rule is not None else self.knowing_the_base(evaluator)
+
+    def knowing_the_base(self, evaluator: Evaluator) -> Evaluate:
+        """The evaluator, which in a sweep does not compute again what the base's losses were once found to be."""
+        if self.shared is None or self.run.adapter is not None or not SharedBase.suits(self.run, self.plan):
+            return evaluator
+        return with_known_start(evaluator, self.run, self.shared.evaluated)
+
+    def note_on_steps(self, total_steps: int) -> str | None:
+        """What to say of a run that has few steps, where nobody has asked for so few."""
+        run = self.run
+        is_asked_for = run.steps is not None or None not in (run.epochs, run.batch_tokens)
+        if is_asked_for or self.objective.has_rollouts:
+            return None
+        few = few_steps(total_steps)
+        return f"The steps of this run are {total_steps}, {few}." if few else None
 
 
 def _imports_for(plan: Plan) -> Callable[[], None]:

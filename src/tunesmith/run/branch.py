@@ -36,8 +36,8 @@ class Branch:
 def checkpoint_before(folder: Path, step: int) -> int:
     """The last checkpoint that is kept of what the run was before a step; UserError where there is none."""
     names = [path.name for path in (folder / "checkpoints").glob("step-*") if path.is_dir()]
-    kept = sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{8,})", name)))
-    before = [one for one in kept if one < step]
+    kept = sorted(int(numbered[1]) for name in names if (numbered := re.fullmatch(r"step-(\d{8,})", name)))
+    before = [saved for saved in kept if saved < step]
     if not before:
         there = f"kept are those of steps {listed(kept)}" if kept else "none is kept"
         raise UserError(
@@ -69,11 +69,11 @@ def branch(folder: Path, before: int, output: Path, exclude: Path | None = None)
                 shutil.copytree(folder / part, output / part)
             elif (folder / part).is_file():
                 shutil.copy2(folder / part, output / part)
-        history = [one for one in events.read(folder) if one.get("step", 0) <= step]
-        write_atomic(output / events.FILE, "".join(json.dumps(one) + "\n" for one in history).encode())
-        kept = [{"step": at, **one} for at, one in samples.read(folder).items() if at <= step]
+        history = [record for record in events.read(folder) if record.get("step", 0) <= step]
+        write_atomic(output / events.FILE, "".join(json.dumps(record) + "\n" for record in history).encode())
+        kept = [{"step": at, **sample} for at, sample in samples.read(folder).items() if at <= step]
         if kept:
-            write_atomic(output / samples.FILE, "".join(json.dumps(one) + "\n" for one in kept).encode())
+            write_atomic(output / samples.FILE, "".join(json.dumps(sample) + "\n" for sample in kept).encode())
         partial.rename(output / "checkpoints" / name)
         sync_folder(output / "checkpoints")
         if exclude is not None:

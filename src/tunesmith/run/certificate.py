@@ -31,7 +31,7 @@ from tunesmith.data.prepare import Prepared
 from tunesmith.data.store import TokenStore
 from tunesmith.errors import UserError, listed
 from tunesmith.evaluate.loss import held_out_losses, overall
-from tunesmith.model import attention, load, lora
+from tunesmith.model import attention, load, lora, lora_modules
 from tunesmith.model.files import read_ahead
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.model.source import files_of
@@ -99,26 +99,27 @@ def certify(folder: Path, *, progress: Progress = lambda *_: None) -> dict[str, 
     else:
         checks["end_of_turn"] = _end_of_turn(data)
         checks |= _model_checks(folder, run, plan, data, progress)
-    made = {"format": FORMAT, "checks": checks, "hashes": hashes}
-    write_json(folder / FILE, made)
-    return made
+    certificate = {"format": FORMAT, "checks": checks, "hashes": hashes}
+    write_json(folder / FILE, certificate)
+    return certificate
 
 
 # What was trained
 
 
 def _gradients(folder: Path) -> Check:
-    """From the optimizer's states, which are sums of gradients: one that is all 0 never saw any."""
+    """Whether every trained weight had a gradient, by the optimizer's states, which are sums of gradients: one that is
+    all 0 never saw any."""
     if (run := read_trained_run(folder)).algorithm in BLOCKWISE or run.is_merged:
         held = run.method if run.is_merged else run.algorithm
         return _unknown(f"{held} begins with new sums of gradients at intervals")
     store = CheckpointStore(folder / "checkpoints", read_identity(folder).lineage)
-    found = store.latest() if (folder / "checkpoints").is_dir() else None
-    if found is None:
+    checkpoint = store.latest() if (folder / "checkpoints").is_dir() else None
+    if checkpoint is None:
         return _unknown("there is no checkpoint any more")
     names: set[str] = set()
     seen: set[str] = set()
-    for file in sorted(found.path.glob("*.safetensors")):
+    for file in sorted(checkpoint.path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  (it is no mapping)
                 kind, _, rest = key.partition("/")
@@ -148,7 +149,7 @@ def _moved(folder: Path, run: Run) -> Check:
         for key, tensor in adapter.tensors.items():
             name = key.removeprefix(lora.PREFIX).rsplit(".lora_", 1)[0]
             if key.endswith("lora_A.weight"):
-                is_still = torch.equal(tensor, lora.initial_a(tuple(tensor.shape), run.seed, name))
+                is_still = torch.equal(tensor, lora_modules.initial_a(tuple(tensor.shape), run.seed, name))
             else:
                 is_still = key.endswith("lora_B.weight") and not tensor.any()
             still += [key] if is_still else []
@@ -234,7 +235,7 @@ def _documents_apart(opened: Opened, spec: ForwardSpec, stores: Sequence[TokenSt
     for index in range(count):
         first, second = documents_of(store, index, 0)[0], documents_of(store, index + 1, 0)[0]
         other = first._replace(ids=(first.ids[::-1] + 1) % min(int(first.ids.max()) + 2, _vocabulary(opened.model)))
-        losses = [_losses_of_last(opened, spec, [one, second]) for one in (first, other)]
+        losses = [_losses_of_last(opened, spec, [before, second]) for before in (first, other)]
         worst = max(worst, (losses[0] - losses[1]).abs().max().item())
         scale = max(scale, losses[0].abs().max().item())
     if not worst <= LEAK[precision] * scale:
@@ -261,14 +262,21 @@ def _evaluated(folder: Path, run: Run, plan: Plan, data: Prepared, opened: Opene
         return _unknown("the run is not finished")
     if not objective_of(run).is_token_sum:
         return _unknown(f"the loss of objective {run.objective} is checked by `tunesmith eval`")
-    told = summary.get("held_out_after")
-    if told is None or not data.evals:
+    reported = summary.get("held_out_after")
+    if reported is None or not data.evals:
         return _unknown("nothing was held out, so training reported no held-out loss")
     stores, _ = held_out_while_training(run, plan, data.evals, summary["steps"])
-    sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
-    found = overall(held_out_losses(opened.model, plan.forward, stores, device=opened.device, **sizes))
-    said = f"held-out loss {told:.6f} when training ended, {found:.6f} of the files"
-    return _passed(said) if abs(found - told) <= SAME_LOSS[precision] * max(1.0, abs(told)) else _failed(said)
+    results = held_out_losses(
+        opened.model,
+        plan.forward,
+        stores,
+        device=opened.device,
+        sequence_length=plan.sequence_length,
+        micro_batch=plan.micro_batch,
+    )
+    loss = overall(results)
+    said = f"held-out loss {reported:.6f} when training ended, {loss:.6f} of the files"
+    return _passed(said) if abs(loss - reported) <= SAME_LOSS[precision] * max(1.0, abs(reported)) else _failed(said)
 
 
 # Hashes and verdicts
@@ -282,12 +290,12 @@ def _base_hash(folder: Path) -> str | None:
 
 
 def _result_hashes(folder: Path) -> dict[str, str]:
-    found = {}
+    hashes = {}
     for name in ("adapter", "model"):
         files = (file for pattern in RESULT for file in (folder / name).glob(pattern))
         for file in sorted(files):
-            found[f"{name}/{file.name}"] = digest_file(file, "sha256")
-    return found
+            hashes[f"{name}/{file.name}"] = digest_file(file, "sha256")
+    return hashes
 
 
 def _passed(found: str) -> Check:

@@ -65,12 +65,15 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
     from tunesmith.model.paired import count_paired
 
     facts = facts_of(run)
-    packs = probed.spec.lengths(run.sequence_length) is None
-    found = {"reuses_weights": probed.reuses_weights, "wrong_paths": probed.wrong_paths}
-    found["has_router_loss"] = facts.has_router_loss and probed.router_loss is not None
+    facts = facts.changed(
+        packs=probed.spec.lengths(run.sequence_length) is None,
+        runs_along=probed.spec.seq_idx,
+        reuses_weights=probed.reuses_weights,
+        wrong_paths=probed.wrong_paths,
+        has_router_loss=facts.has_router_loss and probed.router_loss is not None,
+    )
     if probed.spec.seq_idx and any(kind.state_space is not None for kind in facts.kinds):
-        found["scan"] = "ours" if "scan" in (probed.kernels or ()) else "mamba-ssm"
-    facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
+        facts = facts.changed(scan="ours" if "scan" in (probed.kernels or ()) else "mamba-ssm")
     on_gpu = bool(hardware.gpus) and run.device != "cpu"
     if not facts.is_causal:
         facts = facts.changed(paired=count_paired(run, on_gpu=on_gpu))
@@ -80,8 +83,8 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
 
 
 def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lambda _: None) -> ModelFacts:
-    """The same before a run is begun. Only models of families without a formula are probed, on the CPU; `tell` is told
-    so, since the first time takes up to a minute."""
+    """What a plan must know of the model before a run is begun. Only models of families without a formula are probed,
+    on the CPU; `tell` is told so, since the first time takes up to a minute."""
     facts = facts_of(run)
     if facts.note is None and facts.is_causal:
         return facts
@@ -97,12 +100,12 @@ def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lam
     return facts if probed.spec is None else found_facts(run, hardware, probed)
 
 
-def plan_run(
+def new_plan(
     run: Run, hardware: Hardware | None = None, data: Prepared | None = None, probed: Probed | None = None
 ) -> Plan:
-    """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and of the
-    data a sample, unless it is tokenized already. Without what the probe has found, the model is assumed to be like
-    others of its family."""
+    """A new plan for a run on this machine (or the hardware given), whatever its folder holds. Reads the model's
+    config, not its weights, and of the data a sample, unless it is tokenized already. Without what the probe has found,
+    the model is assumed to be like others of its family."""
     hardware = hardware or probe()
     facts = facts_of(run) if probed is None else found_facts(run, hardware, probed)
     size = data.size if data else measure(run)
@@ -125,9 +128,14 @@ def _padded_documents(run: Run, data: Prepared, probed: Probed, amount: Amount) 
     lengths = probed.spec.lengths(amount.sequence_length)
     if lengths is None or not lengths[0]:  # they are packed, but for long ones
         return None
-    sizes = {"sequence_length": amount.sequence_length, "sequences_per_step": amount.sequences}
     loader = Loader(
-        data.train, data.weights, seed=run.seed, **sizes, epochs=run.epochs or amount.epochs, steps=run.steps
+        data.train,
+        data.weights,
+        seed=run.seed,
+        sequence_length=amount.sequence_length,
+        sequences_per_step=amount.sequences,
+        epochs=run.epochs or amount.epochs,
+        steps=run.steps,
     )
     steps, left = [], LOOKED_AT
     for step in range(loader.total_steps):
@@ -139,27 +147,28 @@ def _padded_documents(run: Run, data: Prepared, probed: Probed, amount: Amount) 
     sides = 1 if widths.ndim == 1 else widths.shape[1]
     longest = np.unique(widths.reshape(-1, sides), axis=0)
     objective = objective_of(run)
-    found, is_every = tuple(one.reshape(-1, sides) for one in steps), len(steps) == loader.total_steps
-    return Padded(found, outermost(longest), objective.documents, is_every)
+    widths_of_steps = tuple(widths_of_step.reshape(-1, sides) for widths_of_step in steps)
+    return Padded(widths_of_steps, outermost(longest), objective.documents, len(steps) == loader.total_steps)
 
 
-def choose_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:
-    """The plan that ranks are started by on this machine: a rough one where their number cannot depend on the data,
-    else the one that `make_plan` would make."""
+def launch_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:
+    """The plan by which a launcher starts ranks on this machine, before they find theirs by `plan_and_data`: that of
+    the run's folder where it still fits, a rough one where the number of ranks cannot depend on the data, else the same
+    as theirs."""
     if (kept := _kept_plan(run, plan, ranks)) is not None:
         return kept
     run = run_folder.as_begun(run, _begun(run))
     hardware = _hardware(ranks)
-    rough = plan_run(run, hardware)
+    rough = new_plan(run, hardware)
     depends_on_data = run.batch_tokens is None or run.batch_tokens < run.sequence_length
     if depends_on_data and (hardware.gpu_count > 1 or hardware.processes > 1):
         from tunesmith.model.probe import probe_run
 
-        return make_plan(run, ranks=ranks, probed=probe_run(run)[1])[0]
+        return plan_and_data(run, ranks=ranks, probed=probe_run(run)[1])[0]
     return rough
 
 
-def make_plan(
+def plan_and_data(
     run: Run,
     *,
     probed: Probed,
@@ -176,9 +185,9 @@ def make_plan(
         return known, tokenize_as_called(run, known, probed.spec, progress)
     run = run_folder.as_begun(run, _begun(run))
     hardware = _hardware(ranks)
-    plan_run(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
+    new_plan(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
     data = tokenize_as_called(run, None, probed.spec, progress)
-    return _completed(plan_run(run, hardware, data, probed), run, probed), data
+    return _completed(new_plan(run, hardware, data, probed), run, probed), data
 
 
 def _asks_router_loss(run: Run) -> bool:
@@ -194,18 +203,18 @@ def _asks_router_loss(run: Run) -> bool:
 
 def _completed(plan: Plan, run: Run, probed: Probed) -> Plan:
     """The plan with what the probe has found, and the weight of the routers' load-balancing loss."""
-    plan, given = with_findings(plan, probed), run.router_aux_loss_coef
+    plan, asked = with_findings(plan, probed), run.router_aux_loss_coef
     if _shares_prompts(run, plan.forward):  # captured passes have one number of keys
         plan = plan.model_copy(update={"cuda_graphs": False})
-    if probed.router_loss is None and given:
+    if probed.router_loss is None and asked:
         raise UserError(
             f"router_aux_loss_coef: {facts_of(run).architecture} has no load-balancing loss in transformers, since it "
             "has no routers or balances them by a bias; leave it out."
         )
     if probed.router_loss is None or plan.router_loss is not None:
         return plan
-    weight = given if given is not None else probed.router_loss if _asks_router_loss(run) else 0.0
-    if given is not None:
+    weight = asked if asked is not None else probed.router_loss if _asks_router_loss(run) else 0.0
+    if asked is not None:
         why = "router_aux_loss_coef in the settings"
     elif weight:
         why = "the model's config has output_router_logits"
@@ -219,7 +228,7 @@ def with_label_reason(plan: Plan, run: Run) -> Plan:
     """The plan with the labels that were read from the data."""
     why = "the data's own, sorted; `labels` names them in another order"
     reason = Reason(topic=LABELS, choice=listed(run.labels), why=why)
-    return plan.changed(reasons=(*(one for one in plan.reasons if one.topic != LABELS), reason))
+    return plan.changed(reasons=(*(other for other in plan.reasons if other.topic != LABELS), reason))
 
 
 def with_findings(plan: Plan, probed: Probed) -> Plan:
@@ -234,11 +243,16 @@ def with_findings(plan: Plan, probed: Probed) -> Plan:
     spec = probed.spec
     if spec.branches and plan.forward is not None and not plan.forward.branches:  # a run goes on as it was begun
         spec = replace(spec, branches=False)
-    found: dict[str, Any] = {"forward": spec, "fuse_adapters": probed.can_fuse, "adapted": probed.adapted}
-    found["by_length"] = probed.spec.lengths(plan.sequence_length) is not None
-    if found["by_length"]:
-        found |= {"is_compiled": False, "cuda_graphs": False, "optimizer_in_backward": False}
-    return plan.model_copy(update=found)
+    by_length = probed.spec.lengths(plan.sequence_length) is not None
+    findings: dict[str, Any] = {
+        "forward": spec,
+        "fuse_adapters": probed.can_fuse,
+        "adapted": probed.adapted,
+        "by_length": by_length,
+    }
+    if by_length:
+        findings |= {"is_compiled": False, "cuda_graphs": False, "optimizer_in_backward": False}
+    return plan.model_copy(update=findings)
 
 
 def tokenize_as_called(
@@ -266,17 +280,23 @@ def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, toke
     positions = load.max_positions(config)
     if positions is not None and positions < run.sequence_length and "sequence_length" not in run.model_fields_set:
         run = run.model_copy(update={"sequence_length": positions})
-    planned = {"held_out": plan.held_out, "eval_length": plan.sequence_length} if plan else {}
-    sizes: dict[str, Any] = {"vocab_size": load.vocabulary_size(config), "max_length": positions}
-    if check_pairs(run):
-        sizes["decoder_start"] = (load.decoder_start(config),)
+    vocabulary = load.vocabulary_size(config)
     try:
-        data = prepare(run, tokenizer, **sizes, **planned, progress=progress)
+        data = prepare(
+            run,
+            tokenizer,
+            vocab_size=vocabulary,
+            max_length=positions,
+            held_out=plan.held_out if plan else None,
+            eval_length=plan.sequence_length if plan else None,
+            decoder_start=(load.decoder_start(config),) if check_pairs(run) else None,
+            progress=progress,
+        )
     except BadRecords as errors:
         if len(errors.bad) > 1:
             errors.messages.append(f"All of them are in {run_folder.write_bad_records(Path(run.output), errors.bad)}.")
         raise
-    _check_embedded(data, usable=load.usable_tokens(config), vocabulary=load.vocabulary_size(config))
+    _check_embedded(data, usable=load.usable_tokens(config), vocabulary=vocabulary)
     longest = max(int(store.lengths.max()) for store in data.train)
     if plan is not None and longest > plan.sequence_length:
         raise UserError(

@@ -55,7 +55,7 @@ def check_engine(run: Run) -> None:
 
 
 def engine_options(run: Run, plan: Plan) -> list[str]:
-    """With which vLLM serves the run's base, ready for its adapters."""
+    """The command line with which vLLM serves the run's base, ready for its adapters."""
     words = ["--served-model-name", BASE]
     side = Path(run.output) / side_files.FOLDER
     words += ["--tokenizer", str(side.resolve())] if side.exists() else []
@@ -79,7 +79,7 @@ def engine_options(run: Run, plan: Plan) -> list[str]:
 
 
 def engine_environment(plan: Plan) -> dict[str, str]:
-    """What is no option: that adapters may come and go, and the device."""
+    """The environment of vLLM, for what is no option of it: that adapters may come and go, and the device."""
     loads = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     if plan.device == "cpu":
         return loads | {"VLLM_CPU_KVCACHE_SPACE": str(max(1, plan.engine_memory // GIB))}
@@ -93,14 +93,14 @@ class RunningEngine:
 
     client: Client
     folder: Path
-    """Of adapters."""
+    """Where adapters are written for it."""
 
 
 @contextmanager
 def started_engine(
     run: Run, plan: Plan, ranks: Ranks, progress: Progress | None = None
 ) -> Iterator[RunningEngine | None]:
-    """vLLM for this run, until it ends; None where the trainer itself answers."""
+    """vLLM as a server for this run, which ends with the context; None where the trainer itself answers."""
     if run.rollout.engine != "vllm":
         yield None
         return
@@ -141,7 +141,7 @@ class Engine:
         self.refresh("start")  # what vLLM rejects is known before the first step
 
     def refresh(self, name: str) -> None:
-        """From here on answers are those of the adapter as it is now, which is known by this name. All ranks take part;
+        """Have answers from here on be those of the adapter as it is now, known by this name. All ranks take part;
         nothing is done where it is the one that vLLM has."""
         if name == self._name:
             return
@@ -157,9 +157,28 @@ class Engine:
         self.ranks.wait()
         self._name = name
 
-    def sampled(self, prompts: Sequence[list[int]], wanted: Sequence[Wanted], **options: Any) -> list[Sampled]:
-        """As `infer.vllm.Client.answers`."""
-        return self.client.answers(self._name, prompts, wanted, **options)
+    def sampled(
+        self,
+        prompts: Sequence[list[int]],
+        wanted: Sequence[Wanted],
+        *,
+        max_tokens: int,
+        temperature: float,
+        stop_ids: frozenset[int],
+        rows: int,
+        should_stop: Callable[[int], None],
+    ) -> list[Sampled]:
+        """The answers that are wanted, by the adapter as it was at the last `refresh`, `rows` at a time."""
+        return self.client.answers(
+            self._name,
+            prompts,
+            wanted,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_ids=stop_ids,
+            rows=rows,
+            should_stop=should_stop,
+        )
 
 
 def check_adapter(folder: Path) -> None:

@@ -32,7 +32,7 @@ from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import check_base
-from tunesmith.run.choose import Progress, plan_run, tokenize, with_findings
+from tunesmith.run.choose import Progress, new_plan, tokenize, with_findings
 from tunesmith.run.open import encoder_of, open_run, placement, tokenizer_of
 from tunesmith.run.reference import Reference
 from tunesmith.run.rollout import Generator, held_out_rewards
@@ -55,7 +55,7 @@ class Evaluator:
     ranks: Ranks
     context_shard: ContextShard
     losses: dict[int, float]
-    """By step; what is found is added."""
+    """Held-out losses by step; each evaluation adds its own."""
     objective: Objective | None = None
     mismatched: Sequence[TokenStore] = ()
     rule: StopRule | None = None
@@ -107,7 +107,7 @@ class RewardEvaluator:
     stores: Sequence[TokenStore]
     ranks: Ranks
     losses: dict[int, float]
-    """By step; what is found is added."""
+    """Held-out losses by step; each evaluation adds its own."""
 
     def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
         began = time.monotonic()
@@ -133,9 +133,9 @@ def evaluation_of(step: int, results: Sequence[HeldOut], began: float) -> Evalua
 def with_known_start(
     evaluate: Evaluator, run: Run, known: dict[Hashable, Evaluation]
 ) -> Callable[[int, Callable[[int, int], None]], Evaluation]:
-    """The same for one of several runs over one base: adapters that begin without effect leave the base's own losses,
-    to the last bit where the same linears carry them, so that the first run's are those of all. What is found is added
-    to `known`."""
+    """The evaluator of one of several runs over one base, which takes the losses before the first step from `known`
+    where they are there, and adds them where not: adapters that begin without effect leave the base's own losses, to
+    the last bit where the same linears carry them, so that the first run's are those of all."""
     plan, lora = evaluate.plan, run.lora
     sizes = (plan.sequence_length, plan.micro_batch, plan.threads, plan.is_compiled, plan.forward)
     adapted = (str(lora.targets), lora.layers, lora.dora, lora.dropout > 0)
@@ -183,7 +183,7 @@ def evaluate_run(
     before training if asked for, after it, and the checkpoint's step where there is no result. Several ranks share
     the documents; each has the whole model."""
     ranks = ranks or Ranks()
-    plan = run_folder.read_plan(folder) or plan_run(run)
+    plan = run_folder.read_plan(folder) or new_plan(run)
     if plan.forward is None:  # planned by an earlier version, or not at all
         plan = with_findings(plan, probe(run, device=placement(plan)[0]))
     for is_turn in (ranks.is_first, not ranks.is_first):  # what the first has tokenized, the others find
@@ -204,26 +204,36 @@ def evaluate_run(
         return spec, where
 
     def measure(model: nn.Module, spec: ForwardSpec, where: torch.device) -> list[HeldOut]:
-        sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
         evaluating = partial(progress, "Evaluating") if progress else None
         if objective.has_rollouts:
             generator = Generator(model, encoder_of(folder), run.rollout, Rewards(run.rewards), run.seed)
             return held_out_rewards(generator, stores, ranks=ranks, progress=evaluating)
-        sizes |= {"objective": objective, "mismatched": mismatched, "ranks": ranks, "share": (ranks.rank, ranks.count)}
         called = as_called(stores, objective, spec)
         assert spec.branches or not any(store.shared_tokens for store in called), "base and result are one architecture"
-        return held_out_losses(model, spec, called, device=where, progress=evaluating, **sizes)
+        return held_out_losses(
+            model,
+            spec,
+            called,
+            device=where,
+            sequence_length=plan.sequence_length,
+            micro_batch=plan.micro_batch,
+            progress=evaluating,
+            ranks=ranks,
+            share=(ranks.rank, ranks.count),
+            objective=objective,
+            mismatched=mismatched,
+        )
 
     before = None
     if with_base or objective.has_reference:
         content = Content()
         base = load_model(run, dtype=precision, device=device, storage=plan.storage, content=content).eval()
-        called = ready(base)
+        spec, where = ready(base)
         if objective.has_reference:
-            shared = {"ranks": ranks, "share": (ranks.rank, ranks.count)}
-            reference = Reference(base, called[0], plan, called[1], weights=load.model_fingerprint(run), **shared)
-            stores, mismatched = reference.of(as_called(stores, objective, called[0]), objective)
-        before = measure(base, *called) if with_base else None
+            weights, share = load.model_fingerprint(run), (ranks.rank, ranks.count)
+            reference = Reference(base, spec, plan, where, weights=weights, ranks=ranks, share=share)
+            stores, mismatched = reference.of(as_called(stores, objective, spec), objective)
+        before = measure(base, spec, where) if with_base else None
         del base
         check_base(folder, run, content)
     opened = open_run(folder)
@@ -235,8 +245,8 @@ def held_out_of(folder: Path, run: Run, plan: Plan | None, progress: Progress | 
     tokenizer = tokenizer_of(folder)
     run = with_own_model(folder, run).model_copy(update={"chat_template": None})  # the tokenizer has it
     if run.held_out or not run.eval_texts:
-        found = tokenize(run, plan, progress, tokenizer)
-        return found.evals or found.train
+        data = tokenize(run, plan, progress, tokenizer)
+        return data.evals or data.train
     only = {"data": run.eval_texts, "eval": [], "held_out": 0}
     only |= {"sequence_length": plan.sequence_length} if plan is not None else {}
     return tokenize(run.model_copy(update=only), None, progress, tokenizer).train

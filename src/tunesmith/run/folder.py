@@ -96,7 +96,7 @@ class Identity:
         if self.settings.get("objective") != "distill":
             kept.pop("distillation", None)
         elif not is_on_policy:  # as runs were known before it was a setting
-            kept["distillation"] = {name: one for name, one in kept["distillation"].items() if name != "on_policy"}
+            kept["distillation"] = {name: value for name, value in kept["distillation"].items() if name != "on_policy"}
         if self.settings.get("objective") not in ("classify", "classify_tokens"):
             kept.pop("labels", None)
         if self.settings.get("objective") != "embed":
@@ -106,7 +106,7 @@ class Identity:
             if not is_on_policy:
                 kept.pop("rollout", None)
         if (kept.get("rollout") or {}).get("engine") == "own":  # as runs were known before it was a setting
-            kept["rollout"] = {name: one for name, one in kept["rollout"].items() if name != "engine"}
+            kept["rollout"] = {name: value for name, value in kept["rollout"].items() if name != "engine"}
         return kept
 
 
@@ -137,7 +137,9 @@ def changed_settings(before: Identity, run: Run) -> list[str]:
         old = Run.model_validate(before.settings)
     except ValueError:  # settings of another version
         return []
-    was, now = (_flat(one.model_dump(mode="json", exclude={"output"})) for one in (old, as_begun(run, before)))
+    was, now = (
+        _flat(settings.model_dump(mode="json", exclude={"output"})) for settings in (old, as_begun(run, before))
+    )
     return [
         f"{key} was {_shown(was.get(key))} and is now {_shown(now.get(key))}"
         for key in sorted(was.keys() | now.keys())
@@ -151,13 +153,13 @@ DECIDED = ("batch_tokens", "epochs", "learning_rate", "held_out")
 
 def decided(run: Run, plan: Plan) -> Run:
     """The settings with what the plan decided in the place of what they leave open."""
-    made = {
+    by_plan = {
         "batch_tokens": plan.sequences_per_step * plan.sequence_length,
         "epochs": plan.epochs,
         "learning_rate": plan.learning_rate,
         "held_out": plan.held_out,
     }
-    return run.model_copy(update={name: made[name] for name in DECIDED if getattr(run, name) is None})
+    return run.model_copy(update={name: by_plan[name] for name in DECIDED if getattr(run, name) is None})
 
 
 def as_begun(run: Run, before: Identity | None) -> Run:
@@ -173,16 +175,16 @@ def identify(run: Run, *, data: str, model: str) -> Identity:
 def differences(before: Identity, now: Identity) -> list[str]:
     """What a continued run would do differently, one phrase each."""
     old, new = _flat(before.course), _flat(now.course)
-    found = [
+    changes = [
         f"{key} was {_shown(old.get(key))} and is now {_shown(new.get(key))}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
     if before.data != now.data:
-        found.append("the training data are not the same")
+        changes.append("the training data are not the same")
     if before.model != now.model:
-        found.append("the model's weights are not the same")
-    return found
+        changes.append("the model's weights are not the same")
+    return changes
 
 
 def read_identity(folder: Path) -> Identity | None:
@@ -190,7 +192,7 @@ def read_identity(folder: Path) -> Identity | None:
     if content is None:
         return None
     try:
-        found = Identity(content["settings"], content["data"], content["model"], tuple(content.get("earlier", ())))
+        identity = Identity(content["settings"], content["data"], content["model"], tuple(content.get("earlier", ())))
         written = content.get("format", 1)
     except KeyError as error:
         raise UserError(
@@ -199,18 +201,18 @@ def read_identity(folder: Path) -> Identity | None:
     except (TypeError, AttributeError) as error:
         raise UserError(f"{folder / 'run.json'} is damaged; choose another output folder.") from error
     if written == FORMAT:
-        return _completed(found)
+        return _completed(identity)
     if written != 1:
         raise UserError(
             f"{folder} is of format {written}, and this version of tunesmith reads formats 1 and {FORMAT}; continue it "
             "with the version that wrote it, or choose another output."
         )
-    return _from_format_1(found)
+    return _from_format_1(identity)
 
 
 def _from_format_1(identity: Identity) -> Identity:
-    """A run of 0.1, with the settings that there were not yet, as it did without them. Its checkpoints have the lineage
-    that it had."""
+    """The identity of a run of 0.1, with the settings that there were not yet, as it did without them. Its checkpoints
+    have the lineage that it had."""
     settings = {"held_out": 0.0, "special_tokens": [], "bad_records": "stop", **identity.settings}
     if settings.get("too_long") == "truncate":  # the default, which is now to be left out
         settings["too_long"] = None
@@ -218,13 +220,13 @@ def _from_format_1(identity: Identity) -> Identity:
 
 
 def _completed(identity: Identity) -> Identity:
-    """A run that was begun before there were some settings, with what they are when left out. Its checkpoints have the
-    lineage that it had."""
-    given = identity.settings
+    """The identity of a run that was begun before there were some settings, with what they are when left out. Its
+    checkpoints have the lineage that it had."""
+    settings = identity.settings
     usual = Run(model="model", data="data").model_dump(mode="json")
-    lora = {**Lora().model_dump(mode="json"), **given["lora"]} if isinstance(given.get("lora"), dict) else None
-    full = {**usual, **given, **({} if lora is None else {"lora": lora})}
-    if full == given or "model" not in given:
+    lora = {**Lora().model_dump(mode="json"), **settings["lora"]} if isinstance(settings.get("lora"), dict) else None
+    full = {**usual, **settings, **({} if lora is None else {"lora": lora})}
+    if full == settings or "model" not in settings:
         return identity
     earlier = tuple(dict.fromkeys((identity.lineage, *identity.earlier)))
     return replace(identity, settings=full, earlier=earlier)
@@ -248,15 +250,15 @@ def read_run(folder: Path) -> Run:
 
 
 def read_trained_run(folder: Path) -> Run:
-    """The same as it was trained."""
+    """The settings of the run in `folder` as it was trained."""
     identity = read_identity(folder)
     if identity is None:
         refuse_sweep(folder)
         raise no_run(folder)
     usual = {name: field.default for name, field in Run.model_fields.items()}
-    given = {name: value for name, value in identity.settings.items() if name not in usual or value != usual[name]}
+    changed = {name: value for name, value in identity.settings.items() if name not in usual or value != usual[name]}
     try:
-        run = Run.model_validate(given)  # what is as usual was left to the model and its data
+        run = Run.model_validate(changed)  # what is as usual was left to the model and its data
     except ValueError as error:
         problem = first_problem(error, "settings")
         raise UserError(
@@ -299,8 +301,8 @@ def _found_again(run: Run, folder: Path) -> Run:
     changes: dict[str, Any] = {"model": _from(root, run.model)}
     for name in ("data", "eval"):
         changes[name] = [
-            one if one.path is None else one.model_copy(update={"path": _from(root, one.path)})
-            for one in getattr(run, name)
+            dataset if dataset.path is None else dataset.model_copy(update={"path": _from(root, dataset.path)})
+            for dataset in getattr(run, name)
         ]
     return run.model_copy(update=changes)
 
@@ -329,10 +331,10 @@ def _is_any(root: Path, path: str) -> bool:
 
 def refuse_sweep(folder: Path) -> None:
     """UserError where the folder is that of a sweep: which of its runs is meant?"""
-    found = read_json(folder / SWEEP)
-    if not isinstance(found, dict) or not isinstance(found.get("variants"), list):
+    sweep = read_json(folder / SWEEP)
+    if not isinstance(sweep, dict) or not isinstance(sweep.get("variants"), list):
         return
-    runs = [str(folder / str(one.get("name"))) for one in found["variants"] if isinstance(one, dict)]
+    runs = [str(folder / str(variant.get("name"))) for variant in sweep["variants"] if isinstance(variant, dict)]
     raise UserError(f"{folder} holds a sweep of {len(runs)} runs; give the folder of one of them: {listed(runs)}.")
 
 
@@ -396,9 +398,9 @@ def plan_differences(before: Plan, now: Plan) -> list[str]:
     states live, it may choose anew."""
     predicted = {"memory", "peak", "phases", "memory_limit", "host_memory", "disk", "time", "beyond", "reasons"}
     elsewhere = {"offload_optimizer", "offload_parameters", "offload_activations"}
-    found = {"forward", "fuse_adapters", "kernels", "adapted", "by_length"}
+    tried = {"forward", "fuse_adapters", "kernels", "adapted", "by_length"}
     harmless = (
-        predicted | elsewhere | found | {"device", "mesh", "sharding", "schedule", "async_checkpoint", "cuda_graphs"}
+        predicted | elsewhere | tried | {"device", "mesh", "sharding", "schedule", "async_checkpoint", "cuda_graphs"}
     )
     old, new = (_flat(plan.model_dump(mode="json", exclude=harmless)) for plan in (before, now))
     return [
@@ -412,8 +414,13 @@ def write_bad_records(folder: Path, bad: Iterable[Any]) -> Path:
     """Records that cannot be trained on (`data.types.RecordError`), one a line."""
     path = folder / "bad_records.jsonl"
     lines = (
-        {"file": one.origin.file, one.origin.unit: one.origin.line, "kind": one.kind, "reason": one.reason}
-        for one in bad
+        {
+            "file": record.origin.file,
+            record.origin.unit: record.origin.line,
+            "kind": record.kind,
+            "reason": record.reason,
+        }
+        for record in bad
     )
     with _writing(path):
         folder.mkdir(parents=True, exist_ok=True)

@@ -86,10 +86,10 @@ def _from_weights(run: Run, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
                     f"directions for lora.init: {run.lora.init}; lower the rank or leave that linear out of "
                     "lora.targets."
                 )
-            made = _residual if run.lora.init == "loftq" else _by_peft
+            factors_of = _residual if run.lora.init == "loftq" else _by_peft
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed(run.seed, targets[key]))
-                a_ri, b_or = made(weight_oi, run.lora)
+                a_ri, b_or = factors_of(weight_oi, run.lora)
             yield f"{targets[key]}.lora_a", a_ri
             yield f"{targets[key]}.lora_b", b_or
             if run.lora.dora:
@@ -109,10 +109,11 @@ def _by_peft(weight_oi: torch.Tensor, settings: Lora) -> tuple[torch.Tensor, tor
         base = nn.Linear(inputs, outputs, bias=False)
         base.weight = nn.Parameter(weight_oi.clone(), requires_grad=False)
         alpha = settings.alpha if settings.alpha is not None else 2.0 * settings.rank
-        sizes = {"r": settings.rank, "lora_alpha": alpha}
-        config = LoraConfig(**sizes, use_rslora=settings.rank_stabilised, init_lora_weights=init)
-        made = Linear(base, "default", config, **sizes)
-    return made.lora_A["default"].weight.detach(), made.lora_B["default"].weight.detach()
+        config = LoraConfig(
+            r=settings.rank, lora_alpha=alpha, use_rslora=settings.rank_stabilised, init_lora_weights=init
+        )
+        layer = Linear(base, "default", config, r=settings.rank, lora_alpha=alpha)
+    return layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
 
 
 def _residual(weight_oi: torch.Tensor, settings: Lora) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +125,8 @@ def _residual(weight_oi: torch.Tensor, settings: Lora) -> tuple[torch.Tensor, to
 
 
 def _from_data(run: Run, plan: Plan, stores: list[TokenStore]) -> dict[str, torch.Tensor]:
-    """By the peft library: what some of the data, or their gradients, are like in front of each linear."""
+    """Factors by their names in the model, as the peft library finds them by what some of the data, or their gradients,
+    are like in front of each linear."""
     from peft import EvaConfig, LoraConfig, LoraGAConfig, get_peft_model, initialize_lora_eva_weights
     from peft.tuners.lora import preprocess_loraga
 
@@ -135,7 +137,6 @@ def _from_data(run: Run, plan: Plan, stores: list[TokenStore]) -> dict[str, torc
     names = lora.find_targets(model, settings)
     batches = _batches(stores, torch.device(device))
     alpha = settings.alpha if settings.alpha is not None else 2.0 * settings.rank
-    sizes = {"r": settings.rank, "lora_alpha": alpha, "use_rslora": settings.rank_stabilised}
 
     def train_step() -> None:
         for batch in batches:
@@ -145,16 +146,23 @@ def _from_data(run: Run, plan: Plan, stores: list[TokenStore]) -> dict[str, torc
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), load.quiet():
         warnings.simplefilter("ignore")
         torch.manual_seed(run.seed)
-        if settings.init == "eva":
-            eva = {"init_lora_weights": "eva", "eva_config": EvaConfig(rho=1.0, use_label_mask=False)}
-            tuned = get_peft_model(model, LoraConfig(**sizes, target_modules=names, **eva))
+        is_eva = settings.init == "eva"
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=alpha,
+            use_rslora=settings.rank_stabilised,
+            target_modules=names,
+            init_lora_weights="eva" if is_eva else "lora_ga",
+            eva_config=EvaConfig(rho=1.0, use_label_mask=False) if is_eva else None,
+            lora_ga_config=None if is_eva else LoraGAConfig(),
+        )
+        if is_eva:
+            tuned = get_peft_model(model, config)
             initialize_lora_eva_weights(tuned, batches, gather_distributed_inputs=False, show_progress_bar=False)
         else:
-            ga = {"init_lora_weights": "lora_ga", "lora_ga_config": LoraGAConfig()}
-            config = LoraConfig(**sizes, target_modules=names, **ga)
             preprocess_loraga(model, config, train_step)
             tuned = get_peft_model(model, config)
-    found: dict[str, torch.Tensor] = dict(lengths)
+    factors: dict[str, torch.Tensor] = dict(lengths)
     inner = tuned.get_base_model()
     for name in names:
         layer = inner.get_submodule(name)
@@ -164,8 +172,8 @@ def _from_data(run: Run, plan: Plan, stores: list[TokenStore]) -> dict[str, torc
                 f"lora.init: `{settings.init}` finds {min(a_ri.shape[0], b_or.shape[1])} directions at '{name}' and "
                 f"not {settings.rank}; lower lora.rank, or give more data."
             )
-        found |= {f"{name}.lora_a": a_ri, f"{name}.lora_b": b_or}
-    return found
+        factors |= {f"{name}.lora_a": a_ri, f"{name}.lora_b": b_or}
+    return factors
 
 
 def _lengths(linear: nn.Module) -> torch.Tensor:
@@ -178,19 +186,19 @@ def _batches(stores: list[TokenStore], device: torch.device) -> list[dict[str, t
     for store in stores:
         count = min(len(store), -(-EXAMPLES // len(stores)))
         chosen += [store.example(index * len(store) // count)[:2] for index in range(count)]
-    found = []
+    batches = []
     for at in range(0, len(chosen), AT_A_TIME):
-        some = chosen[at : at + AT_A_TIME]
-        shape = (len(some), max(len(ids) for ids, _ in some))
+        examples = chosen[at : at + AT_A_TIME]
+        shape = (len(examples), max(len(ids) for ids, _ in examples))
         tokens, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
         labels = torch.full(shape, -100)
-        for row, (ids, weights) in enumerate(some):
+        for row, (ids, weights) in enumerate(examples):
             own = torch.from_numpy(ids).long()
             tokens[row, : len(ids)], mask[row, : len(ids)] = own, 1
             labels[row, : len(ids)] = torch.where(torch.from_numpy(weights) > 0, own, -100)
         batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
-        found.append({name: value.to(device) for name, value in batch.items()})
-    return found
+        batches.append({name: value.to(device) for name, value in batch.items()})
+    return batches
 
 
 def _seed(seed: int, name: str) -> int:

@@ -163,11 +163,12 @@ class _Whole:
 
     def prove(self, merged: Path) -> tuple[float, float]:
         written = self.run.model_copy(update={"model": str(merged)})
-        found = _logits(load_model(written, dtype="fp32", device=self.opened.device.type), self.tokens)
-        return _distance(found, self.expected), _distance(self.base, self.expected)
+        logits = _logits(load_model(written, dtype="fp32", device=self.opened.device.type), self.tokens)
+        return _distance(logits, self.expected), _distance(self.base, self.expected)
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """As `_Streamed.rounding`; the model is loaded once more."""
+        """How far the logits of the model that was written are from those of base and adapter, and how far the adapter
+        moves them; the model is loaded once more."""
         again = open_run(self.folder, precision="fp32", storage="plain")
         _merge_whole(again, dtype, start=OTHER_DRAW)
         return _distance(_logits(again.model.float(), self.tokens), self.expected)
@@ -225,26 +226,26 @@ def _rows(tensor: torch.Tensor) -> ShardSlice:
 def _write_translated(
     weights: Weights, tensors: Iterator[tuple[str, torch.Tensor]], to: Path, describe: Callable[[Path], None]
 ) -> None:
-    """Where only transformers knows the layout of the files: it wants all weights."""
-    found = dict(tensors)
+    """Write the model by transformers, which alone knows the layout of its files and wants all weights at once."""
+    by_name = dict(tensors)
     model, _ = load.load_empty(weights.run, dtype="fp32")
-    for name, tensor in found.items():
+    for name, tensor in by_name.items():
         put_tensor(model, name, tensor)
     model.tie_weights()
     write_model(model, to, describe)
 
 
 def put_side_files(folder: Path, to: Path, *, dtype: torch.dtype | None, card: str | None) -> None:
-    """Beside weights in `to`: what lies beside those of the run in `folder`."""
+    """Put what lies beside the weights of the run in `folder` beside those in `to`."""
     side = folder / side_files.FOLDER
     if side.is_dir():
         side_files.put_beside(side, to, dtype=dtype, card=card)
         return
     run = read_run(folder)  # of an earlier version
     encoder = encoder_of(folder)
-    with tempfile.TemporaryDirectory(dir=to.parent) as made:
-        side_files.make(run, Path(made) / "side", **beside(run, encoder, reasons=False))
-        side_files.put_beside(Path(made) / "side", to, dtype=dtype, card=card)
+    with tempfile.TemporaryDirectory(dir=to.parent) as temporary:
+        side_files.make(run, Path(temporary) / "side", **beside(run, encoder, reasons=False))
+        side_files.put_beside(Path(temporary) / "side", to, dtype=dtype, card=card)
 
 
 def _proved(weights: Weights, merged: Path) -> tuple[float, float]:
@@ -255,8 +256,8 @@ def _proved(weights: Weights, merged: Path) -> tuple[float, float]:
     expected = reference.logits(tokens)
     del reference  # and its memory
     base = StreamedModel(weights, with_adapter=False).logits(tokens)
-    found = StreamedModel(written_weights(merged, weights.run)).logits(tokens)
-    return _distance(found, expected), _distance(base, expected)
+    logits = StreamedModel(written_weights(merged, weights.run)).logits(tokens)
+    return _distance(logits, expected), _distance(base, expected)
 
 
 def _card(run: Run, folder: Path, step: int | None) -> str:
@@ -276,7 +277,7 @@ def _trial(model: nn.Module) -> torch.Tensor:
     return torch.randint(vocabulary, (2, length), generator=generator)
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative to the spread of the logits of each position, since only their differences matter."""
-    found, expected = found - found.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
-    return ((found - expected).norm() / expected.norm()).item()
+    logits, expected = logits - logits.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
+    return ((logits - expected).norm() / expected.norm()).item()

@@ -40,9 +40,9 @@ class OnPolicy:
     def __call__(self, batch: StepBatch, should_stop: Callable[[int, int], None]) -> StepBatch:
         if not is_answered(batch.step, self.objective.distillation.on_policy):
             return batch
-        found = [one for micro_batch in batch.micro_batches for one in documents_in(micro_batch)]
-        documents = [one for one in found if one.part >= 0]
-        starts = {place: answer_start(one.weights) for place, one in enumerate(documents)}
+        every = [document for micro_batch in batch.micro_batches for document in documents_in(micro_batch)]
+        documents = [document for document in every if document.part >= 0]
+        starts = {place: answer_start(document.weights) for place, document in enumerate(documents)}
         asked = {place: start for place, start in starts.items() if start is not None}
         answers = self._answers(batch.step, documents, asked, should_stop)
         for place, (ids, _) in answers.items():
@@ -50,19 +50,20 @@ class OnPolicy:
             weights = np.repeat(np.array([0, 1], dtype=np.float32), [len(prompt), len(ids)])
             documents[place] = documents[place]._replace(ids=np.concatenate([prompt, ids]), weights=weights)
         micro_batches = self._dealt(documents)
-        weight = sum(float(one.weights[1:].sum(dtype=np.float64)) for one in documents)
+        weight = sum(float(document.weights[1:].sum(dtype=np.float64)) for document in documents)
+        tokens = sum(len(document.ids) for document in documents)
         answered = [sum(len(ids) for ids, _ in answers.values()), sum(not is_ended for _, is_ended in answers.values())]
-        here = [len(micro_batches), weight, sum(len(one.ids) for one in documents), len(answers), *answered]
-        every = np.array([json.loads(text) for text in self.ranks.gather(json.dumps(here))], dtype=np.float64)
+        here = [len(micro_batches), weight, tokens, len(answers), *answered]
+        counts = np.array([json.loads(text) for text in self.ranks.gather(json.dumps(here))], dtype=np.float64)
         # As many on all ranks, whose collectives must meet.
-        missing = int(every[:, 0].max()) - len(micro_batches)
-        micro_batches += (micro_batch_of([idle(found[0])]),) * missing
-        _, weight, tokens, count, answer_tokens, cut_off = every.sum(0).tolist()
+        missing = int(counts[:, 0].max()) - len(micro_batches)
+        micro_batches += (micro_batch_of([idle(every[0])]),) * missing
+        _, weight, tokens, count, answer_tokens, cut_off = counts.sum(0).tolist()
         figures = {"answer_tokens": answer_tokens / count, "truncated": cut_off / count} if count else {}
         return replace(
             batch,
             # What is kept of a document's losses is of the data's own answers.
-            micro_batches=tuple(replace(one, is_sampled=True, records=None) for one in micro_batches),
+            micro_batches=tuple(replace(micro_batch, is_sampled=True, records=None) for micro_batch in micro_batches),
             target_weight=weight,
             tokens=int(tokens),
             figures=figures,
@@ -75,7 +76,7 @@ class OnPolicy:
         asked: dict[int, int],
         should_stop: Callable[[int, int], None],
     ) -> dict[int, tuple[np.ndarray, bool]]:
-        """By the document's place: the tokens of the student's answer, and whether it was ended."""
+        """The tokens of the student's answer, and whether it was ended, by the document's place."""
         answers: dict[int, tuple[np.ndarray, bool]] = {}
         settings = self.sampler.settings
         for limit, places in by_limit(asked, settings.max_answer_tokens, self.plan.sequence_length).items():
@@ -83,9 +84,11 @@ class OnPolicy:
             numbers = [(documents[place].source, documents[place].number) for place in places]
             wanted = [Wanted(at, f"{self.sampler.seed}:{step}:{a}:{b}") for at, (a, b) in enumerate(numbers)]
             tell = partial(_tell, should_stop, len(answers), len(asked))
-            options = {"temperature": settings.temperature, "max_tokens": limit, "should_stop": tell}
-            for place, one in zip(places, self.sampler.sampled(prompts, wanted, **options), strict=True):
-                answers[place] = np.array(one.ids, dtype=np.int32), one.is_ended
+            sampled = self.sampler.sampled(
+                prompts, wanted, temperature=settings.temperature, max_tokens=limit, should_stop=tell
+            )
+            for place, answer in zip(places, sampled, strict=True):
+                answers[place] = np.array(answer.ids, dtype=np.int32), answer.is_ended
         shown = [(documents[place], asked[place], *answers[place]) for place in asked]
         self._save_samples(step, shown[:SHOWN_PROMPTS])
         return answers
@@ -94,8 +97,8 @@ class OnPolicy:
         if not documents:
             return ()
         length = self.plan.sequence_length
-        sizes = {"sequence_length": length, "micro_batch": self.plan.micro_batch}
-        return deal(documents, **sizes, lengths=self.spec.lengths(length))
+        lengths = self.spec.lengths(length)
+        return deal(documents, sequence_length=length, micro_batch=self.plan.micro_batch, lengths=lengths)
 
     def _save_samples(self, step: int, answers: Sequence[tuple[PackedDocument, int, np.ndarray, bool]]) -> None:
         if self.samples is None:
@@ -128,13 +131,13 @@ def by_limit(asked: Mapping[int, int], most: int, sequence_length: int) -> dict[
     """Documents by the tokens that their answers may have, given where these begin: as many as the settings say, or as
     often half of that as fits behind the prompt. Those of a limit are decoded together, and none beyond its sequence:
     a model may have no positions there."""
-    found: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for place, start in asked.items():
         limit = most
         while limit > sequence_length - start:
             limit //= 2
-        found.setdefault(max(1, limit), []).append(place)
-    return found
+        places.setdefault(max(1, limit), []).append(place)
+    return places
 
 
 def answer_start(weights: np.ndarray) -> int | None:
@@ -150,12 +153,12 @@ def answer_start(weights: np.ndarray) -> int | None:
 def documents_in(batch: MicroBatch) -> list[PackedDocument]:
     """The documents of a micro-batch as they were packed. A first token, which nothing predicts, is a target where the
     whole document is."""
-    found = []
+    documents = []
     bounds = batch.boundaries.tolist()
     for number, (start, end) in enumerate(pairwise(bounds)):
         predicted = batch.weights[start : end - 1].numpy()
         first = np.float32(len(predicted) > 0 and (predicted > 0).all())
-        found.append(
+        documents.append(
             PackedDocument(
                 batch.tokens[start:end].numpy().astype(np.int32),
                 np.concatenate([[first], predicted]).astype(np.float32),
@@ -166,7 +169,7 @@ def documents_in(batch: MicroBatch) -> list[PackedDocument]:
                 number=int(batch.numbers[number]),
             )
         )
-    return found
+    return documents
 
 
 def check_prompts(run_share: float, stores: Sequence[TokenStore]) -> None:

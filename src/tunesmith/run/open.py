@@ -202,10 +202,10 @@ def encoder_of(folder: Path) -> Encoder:
 
 def make_encoder(run: Run, tokenizer: Any, *, train_on: str, special_tokens: Sequence[str]) -> Encoder:
     """What asks the run's model with this tokenizer, by the chat template that this has."""
-    options = {"template": None, "train_on": train_on, "special_tokens": special_tokens}
     if is_encoder_decoder(read_config(run.model)):
-        return PairEncoder(tokenizer, start=load.decoder_start(load.load_config(run)), **options)
-    return Encoder(tokenizer, **options)
+        start = load.decoder_start(load.load_config(run))
+        return PairEncoder(tokenizer, start=start, template=None, train_on=train_on, special_tokens=special_tokens)
+    return Encoder(tokenizer, template=None, train_on=train_on, special_tokens=special_tokens)
 
 
 def refuse_encoder_decoder(target: Path | str, what: str) -> None:
@@ -258,14 +258,14 @@ def _newest_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
     identity = read_identity(folder)
     assert identity is not None
     store = CheckpointStore(folder / "checkpoints", identity.lineage)
-    found = store.latest() if (folder / "checkpoints").is_dir() else None
-    if found is None:
+    checkpoint = store.latest() if (folder / "checkpoints").is_dir() else None
+    if checkpoint is None:
         raise no_result(folder)
-    tensors, _ = store.load(found)
+    tensors, _ = store.load(checkpoint)
     weights = {}
     for name, value in tensors.items():
         if name.startswith("lifted/"):  # as version 0.1 held them
             undo_preround_(value)
         if not name.startswith(("optimizer/", "schedule/")):
             weights[weight_of(name)] = value
-    return weights, found.step
+    return weights, checkpoint.step

@@ -72,8 +72,10 @@ class Reference:
         if not objective.has_reference:
             return list(stores), others
         chosen = seen() if seen else [np.ones(len(store), dtype=bool) for store in stores]
-        referred = [self._referred_in_part(*one) for one in zip(stores, chosen, strict=True)]
-        return referred, [self._referred_in_part(*one) for one in zip(others, chosen[: len(others)], strict=True)]
+        return self._referred_in_parts(stores, chosen), self._referred_in_parts(others, chosen[: len(others)])
+
+    def _referred_in_parts(self, stores: Sequence[TokenStore], chosen: Sequence[np.ndarray]) -> list[TokenStore]:
+        return [self._referred_in_part(store, examples) for store, examples in zip(stores, chosen, strict=True)]
 
     def _referred_in_part(self, store: TokenStore, chosen: np.ndarray) -> TokenStore:
         if chosen.all():
@@ -86,35 +88,53 @@ class Reference:
 
     def _referred(self, store: TokenStore) -> TokenStore:
         path = cache_folder() / "references" / self._key(store)
-        found = _read(path, store.document_count) if self.ranks.is_first else None
-        if not any(self.ranks.any([found is not None])):
-            found = self._compute(store)
+        references = _read(path, store.document_count) if self.ranks.is_first else None
+        if not any(self.ranks.any([references is not None])):
+            references = self._compute(store)
             if self.ranks.is_first:
-                _write(path, found)
+                _write(path, references)
         elif self.ranks.count > 1:
             values = torch.zeros(store.document_count, dtype=torch.float64)
-            if found is not None:
-                values += torch.from_numpy(found)
-            found = self.ranks.sum(values.to(self.device)).cpu().numpy()
-        assert found is not None
-        return store.referred(found)
+            if references is not None:
+                values += torch.from_numpy(references)
+            references = self.ranks.sum(values.to(self.device)).cpu().numpy()
+        assert references is not None
+        return store.referred(references)
 
     def _key(self, store: TokenStore) -> str:
         plan = self.plan
-        how = [plan.precision, plan.storage, plan.matmul_dtype, plan.attention, plan.sequence_length, plan.micro_batch]
-        parts = [VERSION, self.weights, store.fingerprint, store.document_count, *how, str(self.spec), plan.device]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        depends_on = [
+            VERSION,
+            self.weights,
+            store.fingerprint,
+            store.document_count,
+            plan.precision,
+            plan.storage,
+            plan.matmul_dtype,
+            plan.attention,
+            plan.sequence_length,
+            plan.micro_batch,
+            str(self.spec),
+            plan.device,
+        ]
+        return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
 
     @torch.no_grad()
     def _compute(self, store: TokenStore) -> np.ndarray:
         plan, shape, was_training = self.plan, micro_batch_shape(self.plan), self.called.training
         self.called.eval()
         values = torch.zeros(store.document_count, dtype=torch.float64, device=self.device)
-        sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
-        sizes |= {"lengths": self.spec.lengths(plan.sequence_length), "rank": self.share[0], "ranks": self.share[1]}
+        rank, ranks = self.share
         done = 0
-        for indices in evaluation_indices(store, **sizes):
-            documents = [one for i in indices or () for one in documents_of(store, i, 0)]
+        for indices in evaluation_indices(
+            store,
+            sequence_length=plan.sequence_length,
+            micro_batch=plan.micro_batch,
+            lengths=self.spec.lengths(plan.sequence_length),
+            rank=rank,
+            ranks=ranks,
+        ):
+            documents = [document for i in indices or () for document in documents_of(store, i, 0)]
             batch = self.context_shard(micro_batch_of(documents or [idle(documents_of(store, 0, 0)[0])]))
             losses_n = token_losses(self.called, to_device(batch, self.device, shape), self.spec)[1]
             if documents:
@@ -122,12 +142,12 @@ class Reference:
                 values[at] = document_logps(batch, losses_n)
             done += len(documents)
             if self.progress:
-                self.progress(f"Asking the reference about {store.title}", done * self.share[1], store.document_count)
+                self.progress(f"Asking the reference about {store.title}", done * ranks, store.document_count)
         inner = self.called.model if isinstance(self.called, Pipelined) else self.called
         if isinstance(inner, Sharded):
             inner.free_full_weights()
         self.called.train(was_training)
-        copies = self.ranks.count // self.share[1]
+        copies = self.ranks.count // ranks
         return (self.ranks.sum(values) / copies).cpu().numpy()
 
 

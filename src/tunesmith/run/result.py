@@ -86,7 +86,8 @@ class ResultWriter:
         return cls(run, model, optimizer, share, data, steps, losses, dtype, config, empty, files, tuned)
 
     def write(self, name: str | None = None) -> Path:
-        """Into a folder of this name; the usual one when left out. All ranks must take part."""
+        """Write the result into a folder of this name, the usual one when left out, and say which it is. All ranks must
+        take part."""
         target = Path(self.run.output) / (name or ("adapter" if self.run.gives_adapter else "model"))
         if self.share.ranks.is_first:
             remove_leftovers(target)
@@ -110,8 +111,8 @@ class ResultWriter:
         return target
 
     def write_current(self, target: Path) -> Path:
-        """The adapter as it is now and no more than its config beside it, for another engine that answers with it. All
-        ranks must take part."""
+        """Write the adapter as it is now, and no more than its config beside it, for another engine that answers with
+        it. All ranks must take part."""
         self.optimizer.finish_update()
         if not isinstance(self.share.called, Sharded):
             return write_adapter(self.model, self.run, target)
@@ -127,7 +128,7 @@ class ResultWriter:
         write_on_all_ranks(target, shapes, parts, self.share.ranks, pattern=ADAPTER_FILE, describe=describe)
 
     def _write_with_peft(self, tuned: adapters.Tuned, target: Path, describe: Callable[[Path], None]) -> Path:
-        """As the peft library names it: small, so that the first rank writes it all."""
+        """Write the adapter by the names of the peft library. It is small, so the first rank writes it all."""
         ranks, called = self.share.ranks, self.share.called
         is_whole = tuned.is_prompt and isinstance(called, Sharded)  # what is saved of a prompt is computed
         if is_whole:
@@ -170,7 +171,7 @@ class ResultWriter:
         return parts(), {peft_name(name): shape for name, shape in shapes.items()}
 
     def _write_translated(self, target: Path, describe: Callable[[Path], None]) -> None:
-        """In another layout, which transformers knows: it wants all weights."""
+        """Write the model by transformers, where that alone knows the layout of its files: it wants all weights."""
         ranks, is_cut = self.share.ranks, isinstance(self.share.called, Pipelined)
         tensors = self._all_tensors()
         weights = gathered(tensors, ranks, self.dtype, keeps=self.share.is_first_of_stage if is_cut else None)
@@ -181,9 +182,12 @@ class ResultWriter:
     def _write_model_together(self, target: Path, describe: Callable[[Path], None]) -> None:
         tensors = self.share.own(self._all_tensors())
         buffers = saved_buffers(self.model)
-        parts = (one for name, rows in self.share.parts(tensors) for one in stored_parts(name, rows, self.files))
-        as_they_are = {name for name, one in tensors.items() if name in buffers or not one.is_floating_point()}
-        kinds = {name: (one.shape, one.dtype if name in as_they_are else self.dtype) for name, one in tensors.items()}
+        parts = (part for name, rows in self.share.parts(tensors) for part in stored_parts(name, rows, self.files))
+        as_they_are = {name for name, tensor in tensors.items() if name in buffers or not tensor.is_floating_point()}
+        kinds = {
+            name: (tensor.shape, tensor.dtype if name in as_they_are else self.dtype)
+            for name, tensor in tensors.items()
+        }
         shapes = stored_shapes(kinds, self.files)
         write_on_all_ranks(target, shapes, parts, self.share.ranks, pattern=MODEL_FILES, describe=describe)
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ class Answer:
     """What each reward gives it."""
     reward: float
     logps: list[float] | None = None
-    """With which its tokens were drawn, where another engine has drawn them."""
+    """Log-probabilities with which its tokens were drawn, where another engine has drawn them."""
 
 
 class Sampler:
@@ -76,7 +75,7 @@ class Sampler:
         self._is_shared: bool | None = None
 
     def refresh(self, step: int) -> None:
-        """Before answers by the weights as they are after so many steps. All ranks take part."""
+        """Have answers from here on be given by the weights as they are after so many steps. All ranks take part."""
         if self.engine is not None:
             self.engine.refresh(f"step-{step}")
 
@@ -94,14 +93,34 @@ class Sampler:
         """`max_tokens`: of an answer, where that is less than the settings say. `rows`: answers at a time. `decoding`:
         of the likeliest tokens; what is trained on is drawn from the model's own distribution."""
         most = max_tokens or self.settings.max_answer_tokens
-        options = {"max_tokens": most, "temperature": temperature, "rows": rows}
-        options |= {"stop_ids": self.stop_ids, "should_stop": should_stop}
         if self.engine is not None:
             assert decoding.is_plain
-            return self.engine.sampled(prompts, wanted, **options)
+            return self.engine.sampled(
+                prompts,
+                wanted,
+                max_tokens=most,
+                temperature=temperature,
+                stop_ids=self.stop_ids,
+                rows=rows,
+                should_stop=should_stop,
+            )
+
+        def work(model: nn.Module) -> list[Sampled]:
+            return sample(
+                model,
+                prompts,
+                wanted,
+                max_tokens=most,
+                temperature=temperature,
+                stop_ids=self.stop_ids,
+                rows=rows,
+                is_shared=self._decodes_together(model),
+                should_stop=should_stop,
+                decoding=decoding,
+            )
+
         was_training = self.called.training
         self.called.eval()
-        work = partial(self._sample, prompts=prompts, wanted=wanted, decoding=decoding, **options)
         try:
             return self.called(work) if isinstance(self.called, Entrance) else work(self.called)
         finally:
@@ -109,14 +128,16 @@ class Sampler:
                 self.called.free_full_weights()
             self.called.train(was_training)
 
-    def _sample(self, model: nn.Module, **options: Any) -> list[Sampled]:
+    def _decodes_together(self, model: nn.Module) -> bool:
+        """Whether answers may be decoded together. UserError where the model cannot be decoded from a cache at all."""
         if self._is_shared is None:
-            self._is_shared = _shares(model)
-        return sample(model, **options, is_shared=self._is_shared)
+            with own_attention(model):
+                self._is_shared = try_out(model).is_shared
+        return self._is_shared
 
 
 class Generator(Sampler):
-    """With what its answers are checked by."""
+    """The model as it answers, with the rewards that its answers are checked by."""
 
     def __init__(
         self,
@@ -139,24 +160,19 @@ class Generator(Sampler):
         should_stop: Callable[[int], None] = lambda _: None,
     ) -> list[Answer]:
         ids = [prompt.ids.tolist() for prompt in prompts]
-        made = self.sampled(ids, wanted, temperature=temperature, should_stop=should_stop)
-        texts = [self.text_of(one) for one in made]
-        asked = [prompts[one.prompt] for one in wanted]
-        found = self.rewards([(text, one.facts, one.origin) for text, one in zip(texts, asked, strict=True)])
+        answers = self.sampled(ids, wanted, temperature=temperature, should_stop=should_stop)
+        texts = [self.text_of(answer) for answer in answers]
+        asked = [prompts[answer.prompt] for answer in wanted]
+        checked = [(text, prompt.facts, prompt.origin) for text, prompt in zip(texts, asked, strict=True)]
         return [
-            Answer(one.ids, one.is_ended, text, values, self.rewards.total(values), one.logps)
-            for one, text, values in zip(made, texts, found, strict=True)
+            Answer(answer.ids, answer.is_ended, text, rewards, self.rewards.total(rewards), answer.logps)
+            for answer, text, rewards in zip(answers, texts, self.rewards(checked), strict=True)
         ]
 
-    def text_of(self, one: Sampled) -> str:
-        ids = one.ids[:-1] if one.is_ended else one.ids
+    def text_of(self, answer: Sampled) -> str:
+        """The answer's words, without the token that ends it."""
+        ids = answer.ids[:-1] if answer.is_ended else answer.ids
         return self.encoder.tokenizer.decode(ids, skip_special_tokens=True).strip()
-
-
-def _shares(model: nn.Module) -> bool:
-    """Whether answers may be decoded together. UserError where the model cannot be decoded from a cache at all."""
-    with own_attention(model):
-        return try_out(model).is_shared
 
 
 class Rollouts:
@@ -199,7 +215,7 @@ class Rollouts:
             for number, (prompt, group) in enumerate(zip(batch.prompts, groups, strict=True))
             for place, answer in enumerate(group)
         ]
-        micro_batches = with_sampler(self._dealt(documents), [one.logps for group in groups for one in group])
+        micro_batches = with_sampler(self._dealt(documents), [answer.logps for group in groups for answer in group])
         rewards = [[answer.reward for answer in group] for group in groups]
         figures: dict[str, float] = {}
         if self.objective.rollout.beta:
@@ -208,8 +224,9 @@ class Rollouts:
                 figures["kl"] = float(compared.mean())
                 taken = self.objective.rollout.beta * compared.reshape(len(groups), -1)
                 rewards = (np.array(rewards) - taken).tolist()
-        advantages = torch.tensor([one for some in self.objective.advantages(rewards) for one in some]).double()
-        micro_batches = tuple(replace(one, advantages=advantages[one.numbers]) for one in micro_batches)
+        of_groups = self.objective.advantages(rewards)
+        advantages = torch.tensor([advantage for group in of_groups for advantage in group]).double()
+        micro_batches = tuple(replace(batch, advantages=advantages[batch.numbers]) for batch in micro_batches)
         tokens = sum(len(document.ids) for document in documents)
         answered = float(sum(len(answer.ids) for group in groups for answer in group))
         return StepBatch(
@@ -236,34 +253,38 @@ class Rollouts:
         ]
         prompts = [batch.prompts[number] for number in mine]
         stop = lambda done: should_stop(done, len(wanted))  # noqa: E731
-        made = generator.answers(prompts, wanted, temperature=settings.temperature, should_stop=stop) if mine else []
-        here = [made[at : at + settings.answers] for at in range(0, len(made), settings.answers)]
+        answers = generator.answers(prompts, wanted, temperature=settings.temperature, should_stop=stop) if mine else []
+        here = [answers[at : at + settings.answers] for at in range(0, len(answers), settings.answers)]
         if self.ranks.count == 1:
             return here
-        said = self.ranks.gather(json.dumps([[asdict(one) for one in group] for group in here]))
+        said = self.ranks.gather(json.dumps([[asdict(answer) for answer in group] for group in here]))
         every = {}
         for number, text in enumerate(said):
-            groups = [[Answer(**one) for one in group] for group in json.loads(text)]
+            groups = [[Answer(**fields) for fields in group] for group in json.loads(text)]
             places = range(len(batch.prompts))[self.plan.mesh.data_rank(number) :: ranks]
             every |= dict(zip(places, groups, strict=True))
         return [every[number] for number in range(len(batch.prompts))]
 
     def _dealt(self, documents: Sequence[PackedDocument]) -> tuple[MicroBatch, ...]:
         plan = self.plan
-        sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
-        lengths = self.spec.lengths(plan.sequence_length)
-        rank, ranks = plan.mesh.data_rank(self.ranks.rank), plan.mesh.data_ranks
-        return deal(documents, **sizes, lengths=lengths, rank=rank, ranks=ranks)
+        return deal(
+            documents,
+            sequence_length=plan.sequence_length,
+            micro_batch=plan.micro_batch,
+            lengths=self.spec.lengths(plan.sequence_length),
+            rank=plan.mesh.data_rank(self.ranks.rank),
+            ranks=plan.mesh.data_ranks,
+        )
 
     @torch.no_grad()
     def _compared(self, micro_batches: Sequence[MicroBatch], count: int) -> tuple[tuple[MicroBatch, ...], np.ndarray]:
-        """With what the model without its adapter gives each token; and of each answer, over all ranks, by how much
-        its log-probability is above that."""
+        """The micro-batches with what the model without its adapter gives each token; and by how much the
+        log-probability of each answer, of all ranks, is above that."""
         called, shape = self.generator.called, micro_batch_shape(self.plan)
         was_training = called.training
         called.eval()
         above = torch.zeros(count, dtype=torch.float64, device=self.device)
-        made = []
+        compared = []
         for batch in micro_batches:
             inputs = to_device(batch, self.device, shape)
             with lora.without_adapters(self.generator.model):
@@ -273,17 +294,17 @@ class Rollouts:
                 if (batch.parts >= 0).any():
                     at = batch.numbers[batch.parts >= 0].to(self.device)
                     above[at] = document_logps(batch, own_n) - document_logps(batch, base_n)
-            made.append(replace(batch, compared=-base_n.double().cpu()))
+            compared.append(replace(batch, compared=-base_n.double().cpu()))
         if isinstance(called, Sharded):
             called.free_full_weights()
         called.train(was_training)
         copies = self.ranks.count // self.plan.mesh.data_ranks
-        return tuple(made), (self.ranks.sum(above) / copies).cpu().numpy()
+        return tuple(compared), (self.ranks.sum(above) / copies).cpu().numpy()
 
     def _figures(self, groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
         answers = [answer for group in groups for answer in group]
         rewards = np.array([answer.reward for answer in answers])
-        spreads = [max(one.reward for one in group) - min(one.reward for one in group) for group in groups]
+        spreads = [max(answer.reward for answer in group) - min(answer.reward for answer in group) for group in groups]
         figures = {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std()),
@@ -294,12 +315,12 @@ class Rollouts:
         return figures | self._found(answers)
 
     def _found(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """By reward, where there are several."""
+        """The mean of each reward, where there are several."""
         names = self.generator.rewards.names
         if len(names) == 1:
             return {}
         return {
-            f"reward/{name}": math.fsum(one.found[at] for one in answers) / len(answers)
+            f"reward/{name}": math.fsum(answer.found[at] for answer in answers) / len(answers)
             for at, name in enumerate(names)
         }
 
@@ -308,7 +329,9 @@ class Rollouts:
     ) -> dict[int, Mapping[str, float]]:
         sources = sorted({prompt.source for prompt in prompts})
         pairs = list(zip(prompts, groups, strict=True))
-        return {source: self._figures([group for one, group in pairs if one.source == source]) for source in sources}
+        return {
+            source: self._figures([group for prompt, group in pairs if prompt.source == source]) for source in sources
+        }
 
     def _save_samples(self, batch: PromptBatch, groups: Sequence[Sequence[Answer]]) -> None:
         if self.samples is None:
@@ -325,7 +348,7 @@ class Rollouts:
                 "ended": answer.is_ended,
             }
             for prompt, group in list(zip(batch.prompts, groups, strict=True))[:SHOWN_PROMPTS]
-            for answer in sorted(group, key=lambda one: -one.reward)[:: max(1, len(group) - 1)][:SHOWN_ANSWERS]
+            for answer in sorted(group, key=lambda answer: -answer.reward)[:: max(1, len(group) - 1)][:SHOWN_ANSWERS]
         ]
         self.samples.add(batch.step + 1, lines)
 
@@ -341,25 +364,25 @@ class Samples:
         """A disk that refuses it costs these lines, and no run."""
         with suppress(OSError):
             if not self._is_begun:  # steps that are done again, and a line that was being written in a kill
-                self._write([one for one in self._read() if one["step"] < step])
+                self._write([line for line in self._read() if line["step"] < step])
                 self._is_begun = True
             with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             if self.path.stat().st_size > LARGEST_FILE:
                 kept = self._read()
-                steps = sorted({one["step"] for one in kept})[-1::-2]
-                self._write([one for one in kept if one["step"] in steps])
+                steps = sorted({line["step"] for line in kept})[-1::-2]
+                self._write([line for line in kept if line["step"] in steps])
 
     def _read(self) -> list[dict[str, Any]]:
-        found = []
+        lines = []
         if self.path.exists():
             for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
                 with suppress(ValueError, TypeError):
-                    found.append(json.loads(line))
-        return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
+                    lines.append(json.loads(line))
+        return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        self.path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines), encoding="utf-8")
+        self.path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
 def held_out_rewards(
@@ -384,13 +407,14 @@ def held_out_rewards(
                 if progress:
                     progress(min(so_far, total), total)
 
-            for one in generator.answers(prompts, wanted, temperature=0.0, should_stop=tell):
-                sums += torch.tensor([one.reward, len(one.ids), not one.is_ended, 1.0, *one.found]).double()
+            for answer in generator.answers(prompts, wanted, temperature=0.0, should_stop=tell):
+                is_cut = not answer.is_ended
+                sums += torch.tensor([answer.reward, len(answer.ids), is_cut, 1.0, *answer.found]).double()
         place = generator.model.get_input_embeddings().weight.device
-        reward, tokens, truncated, count, *found = ranks.sum(sums.to(place)).tolist()
+        reward, tokens, truncated, count, *of_rewards = ranks.sum(sums.to(place)).tolist()
         figures = {"reward": reward / count, "answer_tokens": tokens / count, "truncated": truncated / count}
         if len(names) > 1:
-            figures |= {f"reward/{name}": value / count for name, value in zip(names, found, strict=True)}
+            figures |= {f"reward/{name}": value / count for name, value in zip(names, of_rewards, strict=True)}
         results.append(HeldOut(store.title, -reward / count, tokens, len(store), figures))
         done += len(store)
     return results
@@ -403,9 +427,9 @@ def with_sampler(batches: tuple[MicroBatch, ...], logps: Sequence[list[float] | 
 
     def of(batch: MicroBatch) -> torch.Tensor:
         counted = batch.numbers[batch.parts >= 0].tolist()
-        return torch.tensor([one for number in counted for one in logps[number] or ()], dtype=torch.float64)
+        return torch.tensor([logp for number in counted for logp in logps[number] or ()], dtype=torch.float64)
 
-    return tuple(replace(one, sampler=of(one)) for one in batches)
+    return tuple(replace(batch, sampler=of(batch)) for batch in batches)
 
 
 def check_rewards(rewards: Rewards, stores: Sequence[TokenStore]) -> None:

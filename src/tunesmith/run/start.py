@@ -18,7 +18,7 @@ from tunesmith.errors import UserError, listed
 from tunesmith.infer.described import beside
 from tunesmith.model import load, lora, side_files
 from tunesmith.model.head import has_head, make_head
-from tunesmith.model.probe import probe_run
+from tunesmith.model.probe import Probed, probe_run
 from tunesmith.model.save import remove_leftovers
 from tunesmith.objectives import objective_of
 from tunesmith.parallel.ranks import Ranks
@@ -26,7 +26,7 @@ from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
-from tunesmith.run.choose import Progress, make_plan, tokenize_as_called, will_write, with_label_reason
+from tunesmith.run.choose import Progress, plan_and_data, tokenize_as_called, will_write, with_label_reason
 from tunesmith.run.engine import check_engine
 from tunesmith.run.initial import make_start
 from tunesmith.run.rollout import check_rewards
@@ -71,52 +71,89 @@ def prepare_run(
     is_labelled, run = needs_labels(run), with_labels(run)
     before = run_folder.read_identity(folder)
     planned = run_folder.read_plan(folder) if before else None
-    check_pairs(run)
-    check_teacher(run)
-    check_engine(run)
-    rewards = Rewards(run.rewards)  # mistakes in them are found before anything is read
-    if has_head(run):
-        make_head(run, load.load_skeleton(run))
+    rewards = _check_settings(run)
     model = load.model_fingerprint(run)
-    here = run.device if run.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    adapted, probed, notes = probe_run(run, device=here)  # what cannot be trained is refused before data are read
-    if run.has_lora and (run.lora.targets != "all-linear" or run.lora.layers is not None):
-        lora.find_targets(load.load_skeleton(run), run.lora)
-    chosen, data = make_plan(run, probed=probed, plan=plan, ranks=ranks, progress=progress)
+    adapted, probed, notes = _try_model(run)  # what cannot be trained is refused before data are read
+    chosen, data = plan_and_data(run, probed=probed, plan=plan, ranks=ranks, progress=progress)
     if is_labelled:
         chosen = with_label_reason(chosen, run)
     check_rewards(rewards, (*data.train, *data.evals))
     read_tasks(run, chosen)
     if data.bad:
         warn(f"All records that were left out are in {run_folder.write_bad_records(folder, data.bad)}.")
+
     identity = run_folder.identify(run_folder.decided(run, chosen), data=data.fingerprint, model=model)
-    has_changed = before is not None and not before.is_like(identity)
-    if has_changed and not run_folder.has_checkpoints(folder):
-        before, has_changed = None, False  # nothing was trained yet that could be continued
+    if before is not None and not before.is_like(identity) and not run_folder.has_checkpoints(folder):
+        before = None  # nothing was trained yet that could be continued
     if before is not None:
         if not accept_changes:
             _refuse_changes(folder, before, identity, planned, chosen, is_given=plan is not None)
-        earlier = (before.lineage, *before.earlier) if has_changed else before.earlier
-        identity = replace(identity, earlier=tuple(one for one in earlier if one != identity.lineage))
+        identity = _continuing(identity, before)
 
     expected = will_write(run, chosen)
     if saves:
         check_room(run, chosen, expected, warn)
     checkpoints, resume_from = _stores(run, identity, warn, leave=result_bytes(run, expected))
     run_folder.write_start(folder, identity, chosen)
-    said: list[str] = []
-    if saves:
-        remove_leftovers(folder / side_files.FOLDER)
-        reasons = answers_reason(data.encoder, data.train)
-        said = side_files.make(run, folder / side_files.FOLDER, **beside(run, data.encoder, reasons=reasons))
+    mended = _write_side_files(run, data) if saves else []
     is_continued = before is not None and run_folder.has_checkpoints(folder)
     if saves and not is_continued:
-        for one in run.data:
-            if names := unread_fields(one, objective_of(run).records):
-                warn(f"{one.title}: not read of its records: {listed(names, most=6)}.")
+        _warn_of_unread_fields(run, warn)
     make_start(adapted, chosen, data.train, is_continued=is_continued)
-    more = {"warnings": (*said, *dict.fromkeys(notes)), "is_continued": is_continued, "accept_changes": accept_changes}
-    return PreparedRun(adapted, chosen, data, identity, checkpoints, resume_from, **more)
+    return PreparedRun(
+        adapted,
+        chosen,
+        data,
+        identity,
+        checkpoints,
+        resume_from,
+        warnings=(*mended, *dict.fromkeys(notes)),
+        is_continued=is_continued,
+        accept_changes=accept_changes,
+    )
+
+
+def _check_settings(run: Run) -> Rewards:
+    """UserError where settings contradict each other or the model's config; the rewards that they name, in which
+    mistakes are found before anything is read."""
+    check_pairs(run)
+    check_teacher(run)
+    check_engine(run)
+    rewards = Rewards(run.rewards)
+    if has_head(run):
+        make_head(run, load.load_skeleton(run))
+    return rewards
+
+
+def _try_model(run: Run) -> tuple[Run, Probed, list[str]]:
+    """The run with the linears that carry its adapters, what the probe has found of its model, and what to say about
+    it. UserError where the model cannot be trained, or has none of the linears that were chosen."""
+    device = run.device if run.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    tried = probe_run(run, device=device)
+    if run.has_lora and (run.lora.targets != "all-linear" or run.lora.layers is not None):
+        lora.find_targets(load.load_skeleton(run), run.lora)
+    return tried
+
+
+def _continuing(identity: run_folder.Identity, before: run_folder.Identity) -> run_folder.Identity:
+    """The identity of a run that goes on from `before`, whose checkpoints are of that one's lineage, or of an earlier
+    one."""
+    earlier = before.earlier if before.is_like(identity) else (before.lineage, *before.earlier)
+    return replace(identity, earlier=tuple(lineage for lineage in earlier if lineage != identity.lineage))
+
+
+def _write_side_files(run: Run, data: Prepared) -> list[str]:
+    """Write what will lie beside the result into the run's folder, and say what was mended in it."""
+    folder = Path(run.output) / side_files.FOLDER
+    remove_leftovers(folder)
+    reasons = answers_reason(data.encoder, data.train)
+    return side_files.make(run, folder, **beside(run, data.encoder, reasons=reasons))
+
+
+def _warn_of_unread_fields(run: Run, warn: Callable[[str], None]) -> None:
+    for dataset in run.data:
+        if names := unread_fields(dataset, objective_of(run).records):
+            warn(f"{dataset.title}: not read of its records: {listed(names, most=6)}.")
 
 
 def _refuse_changes(
@@ -151,15 +188,15 @@ def _stores(
     were accepted, the newest is one from before them. `leave`: bytes that the result needs."""
     related = (identity.lineage, *identity.earlier)
 
-    def store(lineage: str) -> CheckpointStore:
+    def store_of(lineage: str) -> CheckpointStore:
         where = Path(run.output) / "checkpoints"
         return CheckpointStore(where, lineage, keep=run.keep, warn=warn, relatives=related, leave=leave)
 
-    checkpoints = store(identity.lineage)
+    checkpoints = store_of(identity.lineage)
     if not identity.earlier:
         return checkpoints, checkpoints
-    stores = [checkpoints, *map(store, identity.earlier)]
-    return checkpoints, max(stores, key=lambda one: found.step if (found := one.latest()) else -1)
+    stores = [checkpoints, *map(store_of, identity.earlier)]
+    return checkpoints, max(stores, key=lambda store: newest.step if (newest := store.latest()) else -1)
 
 
 def start_run(run: Run, others: Ranks, **how: Any) -> PreparedRun:

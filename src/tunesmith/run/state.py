@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tunesmith.checkpoint.codec import ShardSlice
-from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving, copy_to_host
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving, copy_to_host, itself
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.merges import Merges
 from tunesmith.optim.build import Optimizer, weight_of
@@ -36,12 +36,12 @@ class Share:
         return self.ranks.rank % (self.ranks.count // self.plan.mesh.pipeline) == 0
 
     def own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those that this rank has a part in writing: weights that several stages have are the first one's."""
+        """The tensors that this rank has a part in writing: weights that several stages have are the first one's."""
         repeated = self.called.repeated if isinstance(self.called, Pipelined) else set()
         return {name: tensor for name, tensor in tensors.items() if weight_of(name) not in repeated}
 
     def parts(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, ShardSlice]]:
-        """This rank's rows of each; all ranks must ask at once."""
+        """This rank's rows of each tensor; all ranks must ask at once."""
         tensor = (self.ranks.rank % self.plan.mesh.tensor, self.plan.mesh.tensor)
         for name, part in own_parts(tensors, is_first=self.is_first_of_stage, tensor=tensor):
             yield name, ShardSlice(*part)
@@ -68,15 +68,16 @@ class TrainingState:
         self.optimizer.decode()
         saving = None
         try:
-            saving = self._begin(step, state, metric, {"copy": copy_to_host} if is_async else {})
+            saving = self._begin(step, state, metric, is_async=is_async)
         finally:
             if is_async or saving is None:
                 self.optimizer.encode()
         return saving if is_async else Saving(lambda: self._write(saving), saving.finish)
 
-    def _begin(self, step: int, state: dict[str, Any], metric: float | None, copy: dict[str, Any]) -> Saving:
+    def _begin(self, step: int, state: dict[str, Any], metric: float | None, *, is_async: bool) -> Saving:
         tensors, ranks = self.optimizer.tensors(), self.share.ranks
-        measured = {"metric": metric, "measured_on": hashlib.sha256(" ".join(self.held_out).encode()).hexdigest()[:16]}
+        measured_on = hashlib.sha256(" ".join(self.held_out).encode()).hexdigest()[:16]
+        copy = copy_to_host if is_async else itself
         if self.held_out:
             state = {**state, "held_out": list(self.held_out)}
         if self.rule is not None:
@@ -85,10 +86,12 @@ class TrainingState:
             tensors |= {f"schedule/{name}": value for name, value in self.schedule.tensors().items()}
         if ranks.count == 1:
             full = {name: full_tensor(tensor) for name, tensor in tensors.items()}
-            return self.checkpoints.begin(step, full, state, **measured, **copy)
+            return self.checkpoints.begin(step, full, state, metric=metric, measured_on=measured_on, copy=copy)
         tensors = self.share.own(tensors)
         parts = dict(self.share.parts(tensors))
-        return self.checkpoints.begin_on_all_ranks(step, parts, tensors.keys(), state, ranks, **measured, **copy)
+        return self.checkpoints.begin_on_all_ranks(
+            step, parts, tensors.keys(), state, ranks, metric=metric, measured_on=measured_on, copy=copy
+        )
 
     def _write(self, saving: Saving) -> None:
         try:
@@ -96,10 +99,10 @@ class TrainingState:
         finally:
             self.optimizer.encode()
 
-    def restore(self, store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
+    def restore(self, store: CheckpointStore, checkpoint: Checkpoint) -> dict[str, Any]:
         """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it. Losses
         of other held-out data are no part of it; `has_other_held_out` then says so."""
-        loaded, state = store.load_rows(found, self._wanted_rows, self.optimizer.room)
+        loaded, state = store.load_rows(checkpoint, self._wanted_rows, self.optimizer.room)
         tensors = {}
         for name, part in loaded.items():
             if self._wanted_rows(name) == (0, 0):
@@ -113,8 +116,8 @@ class TrainingState:
         self.optimizer.restore(tensors)
         if self.held_out and state.get("held_out") not in (None, list(self.held_out)):
             state = {**state, "first_loss": None, "has_other_held_out": True}
-        elif found.metric is not None:
-            self.losses[found.step] = found.metric
+        elif checkpoint.metric is not None:
+            self.losses[checkpoint.step] = checkpoint.metric
         if state.get("first_loss") is not None:
             self.losses[0] = state["first_loss"]
         if self.rule is not None and (self.rule.task or not state.get("has_other_held_out")):
@@ -127,7 +130,7 @@ class TrainingState:
         return weight if isinstance(weight, DTensor) else None
 
     def _wanted_rows(self, name: str) -> tuple[int, int] | None:
-        """Of a tensor of the checkpoint; None: all of it."""
+        """The rows of a tensor of the checkpoint that this rank needs; None: all of it."""
         if isinstance(self.share.called, Pipelined) and weight_of(name) not in self.optimizer.weights:
             return 0, 0
         weight = self._spread_weight(name)

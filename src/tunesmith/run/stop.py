@@ -36,7 +36,7 @@ class StopRule:
 
     @classmethod
     def of(cls, run: Run, plan: Plan, objective: Objective, *, has_held_out: bool) -> StopRule | None:
-        """UserError where it would never be told what it needs."""
+        """The rule of a run, None where it has none. UserError where it would never be told what it needs."""
         if run.stop_when is None:
             return None
         rule = cls(run.stop_when)
@@ -57,8 +57,8 @@ class StopRule:
         return rule
 
     def tell(self, step: int, loss: float, documents: Documents) -> None:
-        """Of an evaluation; the one before the first step is what the others begin with. Of a task, `loss` is minus its
-        score, and its items are the documents."""
+        """Take an evaluation into account; the one before the first step is what the others begin with. Where the rule
+        is about a task, `loss` is minus its score, and its items are the documents."""
         if step == 0:
             self._best = dict(documents)
         elif self.kind == "below":
@@ -76,12 +76,12 @@ class StopRule:
                 self.reason = f"{self._since} evaluations in a row have brought no gain beyond chance{of}"
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """What a checkpoint must hold for the rule to go on as it was."""
         best = {key: list(value) for key, value in self._best.items()}
         return {"text": self.text, "best": best, "since": self._since, "reason": self.reason}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Of a run that had this rule; another one begins anew."""
+        """Go on from the state of a run that had this rule; another rule begins anew."""
         if state and state.get("text") == self.text:
             self._best = {key: (value[0], value[1]) for key, value in state["best"].items()}
             self._since, self.reason = state["since"], state["reason"]
@@ -90,14 +90,14 @@ class StopRule:
         shared = sorted(self._best.keys() & documents.keys())
         if not shared:  # begun without an evaluation: this is the first
             return True
-        new, old = (np.array([some[key] for key in shared]) for some in (documents, self._best))
+        new, old = (np.array([losses[key] for key in shared]) for losses in (documents, self._best))
         value, _, _, p, _ = paired_ratios(new[:, 0], new[:, 1], old[:, 0], old[:, 1])
         return value < 0 and p < LEVEL
 
 
 def together(documents: Documents, ranks: Ranks) -> dict[str, tuple[float, float]]:
-    """Those of all ranks, on every rank."""
-    found: dict[str, tuple[float, float]] = {}
+    """The documents of all ranks, on every rank."""
+    every: dict[str, tuple[float, float]] = {}
     for said in ranks.gather(json.dumps(documents)):
-        found |= {key: (value[0], value[1]) for key, value in json.loads(said).items()}
-    return found
+        every |= {key: (value[0], value[1]) for key, value in json.loads(said).items()}
+    return every

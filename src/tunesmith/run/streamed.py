@@ -26,7 +26,7 @@ from torch import nn
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels.update import halve_into, halved
-from tunesmith.model import adapters, load, lora
+from tunesmith.model import adapters, load, lora, lora_modules
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.files import Held, Memory, Read, at_block, own_copy, read_tensors
@@ -154,9 +154,9 @@ def merged_weights(
 
         others = [name for name in source.names if name not in buffers and name not in set(held)]
         reads = source.read([*held, *others], part=lambda *_: (), pin=False, codes={})
-        given = ((name, buffers[name] if name in buffers else next(reads)[1]) for name in names)
+        tensors = ((name, buffers[name] if name in buffers else next(reads)[1]) for name in names)
         with closing(reads):
-            for number, (name, tensor) in enumerate(_in_threads(finish, given), start=1):
+            for number, (name, tensor) in enumerate(_in_threads(finish, tensors), start=1):
                 finite.say(source.files)
                 yield name, tensor
                 if progress:
@@ -168,22 +168,22 @@ def merged_weights(
 
 
 def _in_threads(
-    finish: Callable[[str, torch.Tensor], torch.Tensor], given: Iterator[tuple[str, torch.Tensor]]
+    finish: Callable[[str, torch.Tensor], torch.Tensor], tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What `finish` makes of each tensor, in order."""
     underway: deque[tuple[str, Future[torch.Tensor]]] = deque()
     with _mergers() as mergers:
-        for name, tensor in given:
+        for name, tensor in tensors:
             underway.append((name, mergers.submit(finish, name, tensor)))
             del tensor
             while len(underway) > MERGERS:
-                name, made = underway.popleft()
-                yield name, made.result()
-                del made
+                name, finished = underway.popleft()
+                yield name, finished.result()
+                del finished
         while underway:
-            name, made = underway.popleft()
-            yield name, made.result()
-            del made
+            name, finished = underway.popleft()
+            yield name, finished.result()
+            del finished
 
 
 @contextmanager
@@ -237,12 +237,12 @@ def rounded(weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtyp
         return tensor
     owner, _, leaf = name.rpartition(".")
     if dtype == torch.bfloat16 and tensor.dtype == torch.float32 and leaf == "weight" and owner in weights.adapted:
-        made = torch.empty(tensor.shape, dtype=dtype)
-        return _halved(name, made, lambda rows, room: room.copy_(tensor[rows]))
-    made = tensor.to(dtype)
-    if dtype == torch.float16 and not made.isfinite().all():
+        narrow = torch.empty(tensor.shape, dtype=dtype)
+        return _halved(name, narrow, lambda rows, room: room.copy_(tensor[rows]))
+    narrow = tensor.to(dtype)
+    if dtype == torch.float16 and not narrow.isfinite().all():
         raise UserError(f"{name} has values beyond what fp16 holds; export in bf16 or fp32.")
-    return made
+    return narrow
 
 
 def _halved(
@@ -251,7 +251,7 @@ def _halved(
     """Fill the matrix `to`, in bf16, with values that `piece` puts into room for some rows of it in fp32, which stay in
     a core's cache: 1.5 ns a weight with the adapter's matmul, not 14. `look` is asked where they are not finite."""
     chance, room = random.Random(zlib.crc32(name.encode())), None
-    for rows in lora.row_pieces(to):
+    for rows in lora_modules.row_pieces(to):
         room = torch.empty(to[rows].shape) if room is None else room[: rows.stop - rows.start]
         piece(rows, room)
         total = room.sum().item()
@@ -262,12 +262,12 @@ def _halved(
 
 
 def written_weights(folder: Path, run: Run) -> Weights:
-    """Those of a model folder that was written of the run: for reading it back in bounded memory."""
+    """The weights of a model folder that was written of the run, for reading it back in bounded memory."""
     return weights_of_model(run.model_copy(update={"model": str(folder)}), folder)
 
 
 def weights_of_model(run: Run, folder: Path) -> Weights:
-    """Those of the model that the run names, without any adapter; `folder` is where its side files are."""
+    """The weights of the model that the run names, without any adapter; `folder` is where its side files are."""
     model, base = load.load_empty(run, dtype="fp32")
     with load.reading(run, "weights"):
         files = files_of(model, base)
@@ -328,7 +328,9 @@ class StreamedModel:
                 self.model, weights.base, dtype=torch.float32, storage="plain", memory=self.memory
             )
         self.tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        for name, tensor, _ in self._from_files([one for one in saved_buffers(self.model) if one in self.source.names]):
+        for name, tensor, _ in self._from_files(
+            [buffer for buffer in saved_buffers(self.model) if buffer in self.source.names]
+        ):
             put_tensor(self.model, name, own_copy(tensor))  # few, and needed throughout
 
     @torch.no_grad()
@@ -353,17 +355,19 @@ class StreamedModel:
         hooks = []
         names = {module: name for name, module in self.model.named_modules()}
         layers = decoder_layers(self.model)
-        inside = {one for layer in layers for one in layer.modules()}
+        inside = {module for layer in layers for module in layer.modules()}
         if self._layers_share_weights(layers):
             layers, inside = [self.model], set(self.model.modules())
         others = [
-            one for one in self.model.modules() if one not in inside and any(True for _ in one.children()) is False
+            module
+            for module in self.model.modules()
+            if module not in inside and any(True for _ in module.children()) is False
         ]
         for module in (*layers, *others):
             if any(True for _ in module.parameters()):
                 hooks.append(module.register_forward_pre_hook(partial(self._read, names[module])))
                 hooks.append(module.register_forward_hook(partial(self._free, names[module])))
-        alone = {one for one in self.model.modules() if one not in inside and one not in others}
+        alone = {module for module in self.model.modules() if module not in inside and module not in others}
         for module in alone:  # weights of a module that has others within; they are few
             own = [leaf for leaf, weight in module.named_parameters(recurse=False) if weight is not None]
             self._put([f"{names[module]}.{leaf}".lstrip(".") for leaf in own])
@@ -411,14 +415,14 @@ class StreamedModel:
         stored = [self.tied.get(name, name) if name not in self.source.names else name for name in names]
         if missing := [name for name in stored if name not in self.source.names]:
             raise UserError(f"model: the weights of {self.weights.run.model} hold no {missing[0]}.")
-        found = {name: _in_fp32(tensor, self.memory) for name, tensor, _ in self._from_files(stored)}
+        tensors = {name: _in_fp32(tensor, self.memory) for name, tensor, _ in self._from_files(stored)}
         for name, source in zip(names, stored, strict=True):
-            put_tensor(self.model, name, found[source])
+            put_tensor(self.model, name, tensors[source])
 
     def _free(self, name: str, module: nn.Module, *_: Any) -> None:
         prefix = f"{name}." if name else ""
         if self.with_adapter and self.merged_to is None:
-            for linear in filter(lambda one: one.startswith(prefix), self.weights.adapted):
+            for linear in filter(lambda adapted: adapted.startswith(prefix), self.weights.adapted):
                 replace_module(self.model, linear, self.model.get_submodule(linear).base)
         for leaf, parameter in list(module.named_parameters(remove_duplicate=False)):
             put_tensor(module, leaf, torch.empty(parameter.shape, device="meta"))

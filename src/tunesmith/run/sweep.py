@@ -39,14 +39,14 @@ class Row:
     held_out: float | None = None
     training: float | None = None
     seconds: float = 0.0
-    """Of its steps and evaluations."""
+    """What its steps and evaluations took."""
     evaluated: tuple[Any, ...] = ()
     """What it was evaluated on: names and target tokens."""
     preference: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the loss that it was evaluated by."""
     is_best: bool = False
     why: str = ""
-    """It failed."""
+    """Why it failed, where it did."""
 
 
 def check_folder(folder: Path) -> None:
@@ -61,7 +61,8 @@ def is_finished(variant: Variant) -> bool:
 
 
 def rows_of(variants: Sequence[Variant], failures: Mapping[str, str] | None = None) -> list[Row]:
-    """By what their folders hold; the best by held-out loss is marked where all are the same loss of the same."""
+    """A row for each variant, by what its folder holds; the best by held-out loss is marked where all have the same
+    loss of the same data."""
     rows = [_row(variant, (failures or {}).get(variant.name)) for variant in variants]
     done = [row for row in rows if row.state == "finished" and row.held_out is not None]
     if len(done) < 2 or note_on(rows):
@@ -71,7 +72,7 @@ def rows_of(variants: Sequence[Variant], failures: Mapping[str, str] | None = No
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """As a table shows them."""
+    """What a table shows of a row, by `COLUMNS`."""
     losses = ("-" if loss is None else f"{loss:.4f}" for loss in (row.held_out, row.before, row.training))
     minutes, seconds = divmod(round(row.seconds), 60)
     remark = "best" if row.is_best else "" if row.state == "finished" else row.state
@@ -95,10 +96,12 @@ def note_on(rows: Sequence[Row]) -> str | None:
 
 def write(folder: Path, rows: Sequence[Row]) -> None:
     run_folder.write_json(folder / run_folder.SWEEP, {"format": FORMAT, "variants": [asdict(row) for row in rows]})
-    lines = [f"| {' | '.join(one)} |" for one in (COLUMNS, ("---",) * len(COLUMNS), *map(cells, rows))]
+    lines = [
+        f"| {' | '.join(cells_of_row)} |" for cells_of_row in (COLUMNS, ("---",) * len(COLUMNS), *map(cells, rows))
+    ]
     failed = [f"{row.name} failed: {row.why}" for row in rows if row.why]
-    said = [one for one in (note_on(rows), *failed) if one]
-    text = "\n".join([f"# Sweep: {folder.name}", "", *lines, *(f"\n{one}" for one in said)]) + "\n"
+    said = [sentence for sentence in (note_on(rows), *failed) if sentence]
+    text = "\n".join([f"# Sweep: {folder.name}", "", *lines, *(f"\n{sentence}" for sentence in said)]) + "\n"
     with writing(folder / TABLE, "make room there or choose another output"):
         write_atomic(folder / TABLE, text.encode())
 
@@ -125,7 +128,7 @@ def _row(variant: Variant, why: str | None) -> Row:
         before=evaluations[0]["loss"] if 0 in evaluations else None,
         held_out=final["loss"] if final else None,
         training=training,
-        seconds=round(sum(one["seconds"] for one in (*steps.values(), *evaluations.values())), 3),
+        seconds=round(sum(record["seconds"] for record in (*steps.values(), *evaluations.values())), 3),
         evaluated=(*sorted(final["losses"]), final["target_tokens"]) if final else (),
         preference=variant.run.preference.model_dump(),
         why=why or "",

@@ -96,10 +96,10 @@ def _checkpoint(folder: Path) -> list[str]:
     identity = read_identity(folder)
     assert identity is not None
     known = folder / "checkpoints"
-    found = CheckpointStore(known, identity.lineage).latest() if known.is_dir() else None
-    if found is None:
+    checkpoint = CheckpointStore(known, identity.lineage).latest() if known.is_dir() else None
+    if checkpoint is None:
         raise no_result(folder)
-    return [f"{identity.lineage}:{found.step}"]
+    return [f"{identity.lineage}:{checkpoint.step}"]
 
 
 def _is_model(folder: Path) -> bool:
@@ -107,10 +107,10 @@ def _is_model(folder: Path) -> bool:
 
 
 def _content_of(model: str) -> list[str]:
-    found = find(model)
-    if found.kind == "hub":
+    location = find(model)
+    if location.kind == "hub":
         return [load.model_fingerprint(Run(model=model, data=model))]
-    path = Path(found.location)
+    path = Path(location.location)
     return [digest_file(path)] if path.is_file() else _digests(path)
 
 

@@ -47,7 +47,7 @@ from tunesmith.train.samples import PROMPTS, SampleLog, answered
 
 Evaluate = Callable[[int, Callable[[int, int], None]], Evaluation]
 Results = dict[str, list[dict[str, Any]]]
-"""By the titles of tasks, item by item."""
+"""Results by the titles of tasks, item by item."""
 ANSWER_TOKENS = 256
 """An answer is cut off after so many; `tunesmith eval --tasks` gives more."""
 DECODED = 8
@@ -71,23 +71,25 @@ class TaskEvaluator:
         began = time.monotonic()
         evaluation = self.evaluate(step, progress)
         results = self.asking(progress)
-        found = {}
+        scores = {}
         for task in self.asking.tasks:
             if not measures_of(task):
                 continue
             figures = [figure(measure, results[task.title]) for measure in measures_of(task)]
-            found[task.title] = {
-                one.measure.name: (one.value, finite(one.low), finite(one.high)) for one in figures if one
+            scores[task.title] = {
+                scored.measure.name: (scored.value, finite(scored.low), finite(scored.high))
+                for scored in figures
+                if scored
             }
             if self.rule is not None and self.rule.task == task.title:
                 first = measures_of(task)[0].name
-                self.rule.tell(step, -found[task.title][first][0], _lacking(task, results[task.title]))
+                self.rule.tell(step, -scores[task.title][first][0], _lacking(task, results[task.title]))
         if self.samples is not None:
             self.samples.write(step, answers=self._answers(results))
-        return replace(evaluation, tasks=found, seconds=round(time.monotonic() - began, 3))
+        return replace(evaluation, tasks=scores, seconds=round(time.monotonic() - began, 3))
 
     def _answers(self, results: Results) -> dict[str, list[dict[str, Any]]]:
-        """Of tasks that are answered in words, to be kept."""
+        """What is kept of the answers to tasks that are answered in words."""
         asked = [task for task in self.asking.tasks if task.kind not in ("choices", "letters")]
         return {
             task.title: answered([item.question.turns[0] for item in task.items[:PROMPTS]], results[task.title])
@@ -122,9 +124,9 @@ def with_tasks(
 
 
 def read_tasks(run: Run, plan: Plan) -> list[Task]:
-    found = [_with_title(task_of(dataset), dataset) for dataset in run.eval_tasks]
+    tasks = [_with_title(task_of(dataset), dataset) for dataset in run.eval_tasks]
     mesh = plan.mesh
-    for task in found:
+    for task in tasks:
         if mesh.pipeline > 1 or mesh.context > 1:
             raise UserError(
                 f"eval: {task.title}: with pipeline or context parallelism no rank knows the scores of a task; ask it "
@@ -139,12 +141,12 @@ def read_tasks(run: Run, plan: Plan) -> list[Task]:
         prompts = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CPT")
         if str(run.peft.get("peft_type", "")).upper() in prompts:
             raise UserError(f"eval: {task.title}: tasks are not asked of a model whose prompt is trained.")
-    return found
+    return tasks
 
 
 def _with_title(task: Task, dataset: Dataset) -> Task:
-    settings = {} if task.kind in ("choices", "letters") else {"max_tokens": ANSWER_TOKENS}
-    return replace(task, title=dataset.title).with_settings(**settings)
+    task = replace(task, title=dataset.title)
+    return task if task.kind in ("choices", "letters") else task.with_settings(max_tokens=ANSWER_TOKENS)
 
 
 def sampled(run: Run, tasks: Sequence[Task], trained: int) -> tuple[list[Task], str | None]:
@@ -154,25 +156,26 @@ def sampled(run: Run, tasks: Sequence[Task], trained: int) -> tuple[list[Task], 
     total = sum(map(sum, costs))
     if run.eval_every is not None or total <= EVALUATED_TOKENS * trained:
         return list(tasks), None
-    share, made = SAMPLED_TOKENS * trained / total, []
+    share, chosen = SAMPLED_TOKENS * trained / total, []
     for task, each in zip(tasks, costs, strict=True):
         order = np.argsort(np.arange(len(each), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         within = int(np.searchsorted(np.cumsum(np.array(each)[order]), share * sum(each), side="right"))
         kept = sorted(order[: max(within, min(EVALUATED_LEAST, len(each)))].tolist())
-        made.append(replace(task, items=tuple(task.items[place] for place in kept)))
-    asked, there = (sum(len(task.items) for task in some) for some in (made, tasks))
+        chosen.append(replace(task, items=tuple(task.items[place] for place in kept)))
+    asked, there = (sum(len(task.items) for task in some) for some in (chosen, tasks))
     if asked == there:
-        return made, None
-    return made, (
+        return chosen, None
+    return chosen, (
         f"{asked:,} of the {there:,} items of tasks are asked at each evaluation, the same ones each time: all would "
         "take too long beside so short a training. Set eval_every to ask all; `tunesmith eval --tasks` always does."
     )
 
 
 def _cost(task: Task, item: Item) -> int:
-    """Tokens that are read, or as many as take so long to decode; by characters, since that is all it is for."""
+    """About how many tokens an item has to read, or as many as take so long to decode; by characters, since an estimate
+    is enough."""
     if isinstance(item.content, Choices):
-        return sum(len(item.content.context) + len(one) for one in item.content.continuations) // 4 + 1
+        return sum(len(item.content.context) + len(choice) for choice in item.content.continuations) // 4 + 1
     assert isinstance(item.content, Question)
     return len(item.content.turns[0]) // 4 + DECODED * int(task.settings["max_tokens"])
 
@@ -182,7 +185,7 @@ def _lacking(task: Task, results: Sequence[Mapping[str, Any]]) -> dict[str, tupl
     answer is wrong."""
     is_choice = task.kind in ("choices", "letters")
     name = "choice_loss" if is_choice else measures_of(task)[0].of
-    each = [float(one[name]) if is_choice else 1.0 - float(one[name]) for one in results]
+    each = [float(result[name]) if is_choice else 1.0 - float(result[name]) for result in results]
     return {item.id: (value, 1.0) for item, value in zip(task.items, each, strict=True)}
 
 
@@ -202,7 +205,7 @@ class Asking:
     ):
         self.called, self.encoder, self.plan, self.device, self.ranks = called, encoder, plan, device, ranks
         self.tasks, self.reasons = tasks, reasons
-        self._share = {"rank": plan.mesh.data_rank(ranks.rank), "ranks": plan.mesh.data_ranks}
+        self._data_rank, self._data_ranks = plan.mesh.data_rank(ranks.rank), plan.mesh.data_ranks
         self.doubts = [said for task in tasks if (said := equal_choices(task))]
         """What to say of each task's questions: that some are too long, or have equal choices."""
         self._documents = {task.title: self._packed(task) for task in tasks if task.kind in ("choices", "letters")}
@@ -220,7 +223,7 @@ class Asking:
     def __call__(self, progress: Callable[[int, int], None]) -> Results:
         assert not self.called.training
         total = sum(len(task.items) for task in self.tasks)
-        done, found = 0, {}
+        done, results = 0, {}
         for task in self.tasks:
             count = len(task.items)
 
@@ -228,37 +231,37 @@ class Asking:
                 progress(done + int(share * count), total)
 
             ask = self._chosen if task.title in self._documents else self._answered
-            found[task.title] = ask(task, tell)
+            results[task.title] = ask(task, tell)
             done += count
             progress(done, total)
         inner = self.called.model if isinstance(self.called, Pipelined) else self.called
         if isinstance(inner, Sharded):
             inner.free_full_weights()
-        return found
+        return results
 
     # Choices
 
     def _packed(self, task: Task) -> list[PackedDocument]:
         """A document for each choice, in the order of the items."""
-        made: list[PackedDocument] = []
+        documents: list[PackedDocument] = []
         cut: dict[str, Item] = {}
         most = self.plan.sequence_length
         for item, tree in zip(task.items, choices.trees_of(self.encoder.tokenizer, task.items), strict=True):
-            for one in tree.continuations:
-                if len(tree.context) + len(one) > most:
+            for choice in tree.continuations:
+                if len(tree.context) + len(choice) > most:
                     cut[item.id] = item
-                ids = [*tree.context, *one][-most:]  # a question that is too long loses its beginning, as in lm-eval
-                if len(one) >= len(ids):
+                ids = [*tree.context, *choice][-most:]  # a question that is too long loses its beginning, as in lm-eval
+                if len(choice) >= len(ids):
                     raise UserError(
-                        f"{item.origin}: one of its choices has {len(one):,} tokens, and sequence_length is {most:,}; "
-                        f"raise that, or leave the task {task.title} out of eval."
+                        f"{item.origin}: one of its choices has {len(choice):,} tokens, and sequence_length is "
+                        f"{most:,}; raise that, or leave the task {task.title} out of eval."
                     )
                 weights = np.zeros(len(ids), dtype=np.float32)
-                weights[-len(one) :] = 1
-                place = {"origin": str(item.origin), "number": len(made)}
-                made.append(PackedDocument(np.array(ids, dtype=np.int32), weights, 0, **place))
+                weights[-len(choice) :] = 1
+                ids = np.array(ids, dtype=np.int32)
+                documents.append(PackedDocument(ids, weights, 0, origin=str(item.origin), number=len(documents)))
         self._say_cut(task, list(cut.values()), f"the {most:,} tokens of sequence_length")
-        return made
+        return documents
 
     def _say_cut(self, task: Task, cut: Sequence[Item], room: str) -> None:
         if cut:
@@ -270,10 +273,15 @@ class Asking:
     @torch.no_grad()
     def _chosen(self, task: Task, tell: Callable[[float], None]) -> list[dict[str, Any]]:
         documents = self._documents[task.title]
-        sizes = {"sequence_length": self.plan.sequence_length, "micro_batch": self.plan.micro_batch}
         assert self.plan.forward is not None
-        lengths = self.plan.forward.lengths(self.plan.sequence_length)
-        batches = deal(documents, **sizes, lengths=lengths, **self._share)
+        batches = deal(
+            documents,
+            sequence_length=self.plan.sequence_length,
+            micro_batch=self.plan.micro_batch,
+            lengths=self.plan.forward.lengths(self.plan.sequence_length),
+            rank=self._data_rank,
+            ranks=self._data_ranks,
+        )
         here: dict[int, float] = {}
         for number, batch in enumerate(batches):
             tell(number / len(batches))
@@ -282,35 +290,40 @@ class Asking:
         for said in self.ranks.gather(json.dumps(here)):
             losses |= {int(number): loss for number, loss in json.loads(said).items()}
         rest: Iterator[int] = iter(range(len(documents)))
-        made = []
+        results = []
         for item in task.items:
             assert isinstance(item.content, Choices)
             likelihoods = [-losses[next(rest)] for _ in item.content.continuations]
-            made.append(choices.score(item.content, likelihoods))
-        return made
+            results.append(choices.score(item.content, likelihoods))
+        return results
 
     def _losses(self, batch: MicroBatch) -> dict[int, float]:
         batch = self._fill(batch)
         inputs = to_device(batch, self.device, micro_batch_shape(self.plan))
         assert self.plan.forward is not None
         losses_n = token_losses(self.called, inputs, self.plan.forward)[1]
-        found = by_document(0, batch, inputs, losses_n)
-        return {int(key.partition(":")[2]): loss for key, (loss, _) in found.items()}
+        documents = by_document(0, batch, inputs, losses_n)
+        return {int(key.partition(":")[2]): loss for key, (loss, _) in documents.items()}
 
     # Answers
 
     def _answered(self, task: Task, tell: Callable[[float], None]) -> list[dict[str, Any]]:
         self._generator = self._generator or Generator(self.called, self.encoder, Rollout(), Rewards([]), 0)
-        mine = list(range(len(task.items)))[self._share["rank"] :: self._share["ranks"]]
+        mine = list(range(len(task.items)))[self._data_rank :: self._data_ranks]
         mine = mine or [0]  # a rank that has none is needed all the same where weights are put together
         prompts = [self._prompts[task.title][place] for place in mine]
-        options = {"max_tokens": self._most(task), "temperature": 0.0, "rows": ROWS}
-        options["should_stop"] = lambda done: tell(done / len(mine))
-        options["decoding"] = asked_of(self._generator.model).decoding.without_sampling()
-        made = self._generator.sampled(prompts, [Wanted(number, "") for number in range(len(mine))], **options)
-        said = {place: self._text(self._generator.text_of(one)) for place, one in zip(mine, made, strict=True)}
+        sampled = self._generator.sampled(
+            prompts,
+            [Wanted(number, "") for number in range(len(mine))],
+            temperature=0.0,
+            max_tokens=self._most(task),
+            rows=ROWS,
+            should_stop=lambda done: tell(done / len(mine)),
+            decoding=asked_of(self._generator.model).decoding.without_sampling(),
+        )
+        here = {place: self._text(self._generator.text_of(answer)) for place, answer in zip(mine, sampled, strict=True)}
         every: dict[int, str] = {}
-        for text in self.ranks.gather(json.dumps(said)):
+        for text in self.ranks.gather(json.dumps(here)):
             every = {int(place): answer for place, answer in json.loads(text).items()} | every
         return [answers.score(task, item.question, every[place]) for place, item in enumerate(task.items)]
 
@@ -322,7 +335,7 @@ class Asking:
         return answer[: min(ends)].strip() if ends else answer
 
     def _asked(self, task: Task) -> list[list[int]]:
-        """A prompt that leaves no room for an answer loses its beginning."""
+        """The prompt of each item; one that leaves no room for an answer loses its beginning."""
         room = self._room - self._most(task)
         prompts = [self._prompt(task, item) for item in task.items]
         cut = [item for item, ids in zip(task.items, prompts, strict=True) if len(ids) > room]

@@ -42,14 +42,14 @@ def evaluate(
     """The results of all items, by the tasks' titles. The model is loaded only where something is missing; several
     ranks share the items, each with the whole model."""
     ranks = ranks or Ranks()
-    found = {
+    results_of_tasks = {
         task.title: Results(folder or target.folder, task.title, model=target.key, task=task.key, rank=ranks.rank)
         for task in tasks
     }
     session: Session | None = None
     ranks.wait()  # all have read what is there before the first one writes
     for task in tasks:
-        results = found[task.title]
+        results = results_of_tasks[task.title]
         missing = _missing(task, results)[ranks.rank :: ranks.count]
         if not missing and (task.kind != "lm-eval" or results.known):
             continue
@@ -67,14 +67,13 @@ def evaluate(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     ranks.wait()
-    for results in found.values():
+    for results in results_of_tasks.values():
         results.read()
     if warn is not None and ranks.is_first:
-        for sentence in filter(
-            None, (one for task in tasks for one in (cut_of(task, found[task.title]), equal_choices(task)))
-        ):
-            warn(f"{target.name}: {sentence}")
-    return found
+        for task in tasks:
+            for sentence in filter(None, (cut_of(task, results_of_tasks[task.title]), equal_choices(task))):
+                warn(f"{target.name}: {sentence}")
+    return results_of_tasks
 
 
 def cut_of(task: Task, results: Results) -> str | None:
@@ -91,7 +90,7 @@ def cut_of(task: Task, results: Results) -> str | None:
 
 
 def results_of(task: Task, results: Results) -> list[dict[str, Any]]:
-    """In the order of the task's items; of lm-eval's tasks in that of their documents."""
+    """The results in the order of the task's items; of lm-eval's tasks in that of their documents."""
     if task.kind == "lm-eval":
         return [results.known[item] for item in sorted(results.known)]
     return [results.known[item.id] for item in task.items]
@@ -120,12 +119,12 @@ class Session:
             return
         if task.kind == "loss":
             assert task.dataset is not None
-            found = texts.scores(self.scorer, encoder, items, task.dataset)
+            scored = texts.scores(self.scorer, encoder, items, task.dataset)
         elif task.kind in ("choices", "letters"):
-            found = choices.scores(self.scorer, encoder.tokenizer, items)
+            scored = choices.scores(self.scorer, encoder.tokenizer, items)
         else:
-            found = self._answers(task, items)
-        for item, result in found:
+            scored = self._answers(task, items)
+        for item, result in scored:
             yield item.id, result
 
     @property

@@ -61,9 +61,9 @@ def check_teacher(run: Run) -> None:
         return
     teacher = load.teacher_run(run)
     with as_teacher(teacher.model):
-        known = load.load_tokenizer(run), load.load_tokenizer(teacher)
+        tokenizers = load.load_tokenizer(run), load.load_tokenizer(teacher)
         configs = load.load_config(run), load.load_config(teacher)
-    _check_vocabulary(run, known, [load.vocabulary_size(config) for config in configs])
+    _check_vocabulary(run, tokenizers, [load.vocabulary_size(config) for config in configs])
     longest, own = (load.max_positions(config) for config in reversed(configs))
     length = min(run.sequence_length, own or run.sequence_length)
     if longest is not None and longest < length:
@@ -73,21 +73,23 @@ def check_teacher(run: Run) -> None:
 
 
 def check_planned_teacher(run: Run) -> None:
-    """The same of vocabularies, before anything is converted or trained, as far as both tokenizers are at hand: a plan
-    may be made for models of which no more than the name is there."""
+    """UserError where the teacher has another vocabulary, before anything is converted or trained, as far as both
+    tokenizers are at hand: a plan may be made for models of which no more than the name is there."""
     both = run, load.teacher_run(run)
     try:
-        known = [load.tokenizer_at_hand(one) for one in both]
+        tokenizers = [load.tokenizer_at_hand(model_run) for model_run in both]
     except UserError:  # it is said when the run is begun
         return
-    sizes = [read_facts(one.model, trust_remote_code=one.trust_remote_code).vocabulary for one in both]
-    _check_vocabulary(run, known, sizes)
+    vocabularies = [
+        read_facts(model_run.model, trust_remote_code=model_run.trust_remote_code).vocabulary for model_run in both
+    ]
+    _check_vocabulary(run, tokenizers, vocabularies)
 
 
-def _check_vocabulary(run: Run, known: Sequence[Any], sizes: Sequence[int]) -> None:
-    """`known`: the tokenizers of student and teacher; `sizes`: rows of their heads."""
-    vocabularies = [one.get_vocab() for one in known]
-    cuts = [one(SAMPLE, add_special_tokens=False)["input_ids"] for one in known]
+def _check_vocabulary(run: Run, tokenizers: Sequence[Any], sizes: Sequence[int]) -> None:
+    """`tokenizers`: the tokenizers of student and teacher; `sizes`: rows of their heads."""
+    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
+    cuts = [tokenizer(SAMPLE, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers]
     if vocabularies[0] != vocabularies[1] or cuts[0] != cuts[1] or max(vocabularies[0].values()) >= min(sizes):
         raise UserError(
             f"distillation.teacher: {run.distillation.teacher} has another vocabulary than {run.model}, and the two "
@@ -110,7 +112,7 @@ def teach_of(
         return None
     settings = run.distillation
     teacher = load.teacher_run(run)
-    vocabulary = min(load.vocabulary_size(load.load_config(one)) for one in (run, teacher))
+    vocabulary = min(load.vocabulary_size(load.load_config(model_run)) for model_run in (run, teacher))
     form = (settings.loss, settings.temperature, settings.weight, vocabulary)
     # The student's own tokens are nothing to learn: at these the divergence is all there is.
     own = (*form[:2], 1.0, vocabulary)
@@ -153,7 +155,7 @@ class Teacher:
 
     @torch.no_grad()
     def likeliest(self, batch: MicroBatch, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each target, the ids of the likeliest tokens [N, K], and their log-probabilities with that of all others
+        """The ids of the likeliest tokens at each target [N, K], and their log-probabilities with that of all others
         together [N, K+1]; without the last where there are no others."""
         hidden_nh = self._hidden(batch, to_device(batch, self.device))
         chunk = chunk_rows(self.device, self.vocabulary, is_shared=True)
@@ -171,7 +173,7 @@ class Teacher:
         return logits_of(self.model, rows_ch, self.spec)[:, : self.vocabulary]
 
     def _hidden(self, batch: MicroBatch, inputs: Inputs) -> torch.Tensor:
-        """What the teacher's head sees at the targets: [N, H]."""
+        """What the teacher's head sees at the targets, [N, H]."""
         if self.is_packed:
             return hidden_states(self.model, inputs, self.spec).index_select(0, inputs.rows)
         bounds = batch.boundaries.tolist()
@@ -234,7 +236,7 @@ class Answers:
         step = self.plan.micro_batch
         for at in range(0, len(sequences), step):
             numbers = first + np.concatenate(sequences[at : at + step])
-            batch = micro_batch_of([one for i in numbers.tolist() for one in documents_of(self.store, i, 0)])
+            batch = micro_batch_of([document for i in numbers.tolist() for document in documents_of(self.store, i, 0)])
             places = np.concatenate([np.arange(self.rows[i], self.rows[i + 1]) for i in numbers]) - start
             ids[places], logps[places] = teacher.likeliest(batch, self.count)
         data = ids.tobytes() + logps.tobytes()
@@ -324,9 +326,9 @@ def _check_shared(kept: Sequence[Answers], seen: Sequence[np.ndarray], ranks: Ra
 def _read_for(batch: MicroBatch, kept: Sequence[Answers], device: torch.device) -> Callable[[int, int], Taught]:
     """The teacher's answers for the targets of a micro-batch."""
     counted = zip(batch.sources.tolist(), batch.numbers.tolist(), batch.parts.tolist(), strict=True)
-    found = [kept[source].of(number) for source, number, part in counted if part >= 0]
-    if not found:
+    answers = [kept[source].of(number) for source, number, part in counted if part >= 0]
+    if not answers:
         return lambda start, stop: Taught(torch.empty(0, 1, device=device), torch.empty(0, 1, device=device).long())
-    ids_nk, logps = (np.concatenate(some) for some in zip(*found, strict=True))
+    ids_nk, logps = (np.concatenate(some) for some in zip(*answers, strict=True))
     ids_nk, logps = (moved(torch.from_numpy(one), device) for one in (ids_nk, logps))
     return lambda start, stop: Taught(logps[start:stop], ids_nk[start:stop].long())

@@ -21,8 +21,8 @@ def run_to_open(folder: Path) -> Run:
 
 
 def with_own_model(folder: Path, run: Run) -> Run:
-    """The same with the whole model that the run in `folder` gave as its model, if it gave one: what it was trained
-    from may be gone then."""
+    """The settings with the whole model that the run in `folder` gave as their model, if it gave one: what it was
+    trained from may be gone then."""
     return run.model_copy(update={"model": str(folder / "model")}) if has_result(folder, "model") else run
 
 

@@ -19,7 +19,7 @@ from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
 from tunesmith.infer.decoding import ASKS_NOTHING, GenerationDefaults, asked_of
 from tunesmith.infer.generate import stop_tokens
-from tunesmith.model import lora, side_files
+from tunesmith.model import lora, lora_modules, side_files
 from tunesmith.model.structure import replace_module
 from tunesmith.run.base import FILE as BASE_FILE
 from tunesmith.run.folder import has_result, read_identity, read_json, read_run
@@ -27,7 +27,7 @@ from tunesmith.run.open import Opened, open_model, refuse_encoder_decoder, token
 from tunesmith.run.there import no_result
 
 BASE = "base"
-WRAPPERS = (lora.LoraLinear, lora.LoraEmbedding, lora.TokenRows)
+WRAPPERS = (lora_modules.LoraLinear, lora_modules.LoraEmbedding, lora_modules.TokenRows)
 
 
 @dataclass(frozen=True, eq=False)

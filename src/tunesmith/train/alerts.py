@@ -84,19 +84,19 @@ class Alerts:
 
     def see(self, event: Step | Evaluation | Routers) -> list[Alert]:
         if isinstance(event, Routers):
-            found = [self._collapsed(event)]
+            alerts = [self._collapsed(event)]
         else:
-            found = self._see_step(event) if isinstance(event, Step) else self._see_evaluation(event)
-        return [one for one in found if one is not None]
+            alerts = self._see_step(event) if isinstance(event, Step) else self._see_evaluation(event)
+        return [alert for alert in alerts if alert is not None]
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
         """What a run that goes on has logged before."""
         for record in records:
             kind = {Step.kind: Step, Evaluation.kind: Evaluation, Routers.kind: Routers}.get(record["event"])
             if kind is not None:
-                names = {one.name for one in fields(kind)}
-                given = {name: value for name, value in record.items() if name in names}
-                self.see(kind(**given))
+                names = {field.name for field in fields(kind)}
+                values = {name: value for name, value in record.items() if name in names}
+                self.see(kind(**values))
 
     # Steps
 
@@ -105,13 +105,13 @@ class Alerts:
             self._waits.append((step.waited, step.seconds))
         if step.skipped:
             return [self._starved(step.step)]
-        found = [self._spike(step), self._diverged(step), self._exploding(step), self._dead(step)]
-        found.append(self._starved(step.step))
+        alerts = [self._spike(step), self._diverged(step), self._exploding(step), self._dead(step)]
+        alerts.append(self._starved(step.step))
         self._losses.append(step.loss)
         self._norms.append(step.grad_norm)
         if len(self._norms) >= LEAST:
             self._usual_norm = max(self._usual_norm, statistics.median(self._norms))
-        return found
+        return alerts
 
     def _spike(self, step: Step) -> Alert | None:
         if not self._judges_loss or len(self._losses) < LEAST:
@@ -220,7 +220,7 @@ class Alerts:
     def _overfits(self) -> Alert | None:
         if len(self._evaluations) < 3:
             return None
-        at, best, then = min(self._evaluations, key=lambda one: one[1])
+        at, best, then = min(self._evaluations, key=lambda evaluation: evaluation[1])
         (before, first, _), (step, last, now) = self._evaluations[-2:]
         has_risen = before > at and first > best * (1 + WORSE) and last > max(first, best * (1 + 2 * WORSE))
         if not has_risen or then is None or now is None or not now < then:
@@ -263,10 +263,11 @@ class Alerts:
         self._readings.append(reading)
         if len(self._readings) < READINGS:
             return []
-        return [one for one in (self._host_memory(step), self._hot(step), self._slow_rank(step)) if one is not None]
+        alerts = (self._host_memory(step), self._hot(step), self._slow_rank(step))
+        return [alert for alert in alerts if alert is not None]
 
     def _host_memory(self, step: int) -> Alert | None:
-        if any(one.host_available > min(0.05 * one.host_total, 4 * 2**30) for one in self._readings):
+        if any(reading.host_available > min(0.05 * reading.host_total, 4 * 2**30) for reading in self._readings):
             return None
         left, total = (size / 2**30 for size in (self._readings[-1].host_available, self._readings[-1].host_total))
         return self._raise(
@@ -278,7 +279,7 @@ class Alerts:
         )
 
     def _hot(self, step: int) -> Alert | None:
-        always = set.intersection(*(set(one.hot) for one in self._readings))
+        always = set.intersection(*(set(reading.hot) for reading in self._readings))
         if not always:
             return None
         said = listed(f"GPU of rank {rank}: {self._readings[-1].hot[rank]}" for rank in sorted(always))
@@ -291,11 +292,11 @@ class Alerts:
 
     def _slow_rank(self, step: int) -> Alert | None:
         slow: set[int] | None = None
-        for one in self._readings:
-            usual = statistics.median(one.seconds) if len(one.seconds) > 1 else math.inf
-            if len(one.seconds) == 2:  # the median lies between them
-                usual = min(one.seconds)
-            here = {rank for rank, seconds in enumerate(one.seconds) if seconds > SLOW * usual}
+        for reading in self._readings:
+            usual = statistics.median(reading.seconds) if len(reading.seconds) > 1 else math.inf
+            if len(reading.seconds) == 2:  # the median lies between them
+                usual = min(reading.seconds)
+            here = {rank for rank, seconds in enumerate(reading.seconds) if seconds > SLOW * usual}
             slow = here if slow is None else slow & here
         if not slow:
             return None
@@ -314,7 +315,7 @@ class Alerts:
         it is the learning rate (`vitals`)."""
         if not unmoved or len(unmoved) == count:
             return []
-        found = self._raise(
+        alert = self._raise(
             step,
             "frozen tensors",
             f"{len(unmoved)} of {count} trained tensors have not moved at all up to step {step}: "
@@ -322,7 +323,7 @@ class Alerts:
             "They have no influence on the loss, or no gradient reaches them: take them out of lora.targets, or look "
             "at why the model does not use them.",
         )
-        return [found] if found is not None else []
+        return [alert] if alert is not None else []
 
     def _raise(self, step: int, name: str, evidence: str, advice: str, *, again: int = AGAIN) -> Alert | None:
         last, count = self._said.get(name, (-(10**9), 0))

@@ -67,7 +67,7 @@ def rows_of(sources: np.ndarray, records: np.ndarray, sums: np.ndarray, weights:
 
 def read(folder: Path) -> dict[int, np.ndarray]:
     """The rows of each step that is kept, of all ranks."""
-    found: dict[int, list[np.ndarray]] = {}
+    by_step: dict[int, list[np.ndarray]] = {}
     ranks = {path.name.split(".")[0] for path in (folder / FOLDER).glob("rank-*.bin")}
     for rank in sorted(ranks):
         mine: dict[int, np.ndarray] = {}
@@ -75,15 +75,15 @@ def read(folder: Path) -> dict[int, np.ndarray]:
             with suppress(OSError):
                 mine |= dict(_blocks((folder / FOLDER / name).read_bytes()))
         for step, rows in mine.items():
-            found.setdefault(step, []).append(rows)
-    return {step: _together(found[step]) for step in sorted(found)}
+            by_step.setdefault(step, []).append(rows)
+    return {step: _together(by_step[step]) for step in sorted(by_step)}
 
 
 def read_sets(folder: Path) -> list[tuple[str, str]]:
     """Title and key of each data set; nothing where they cannot be read."""
     try:
         content = json.loads((folder / FOLDER / SETS).read_text(encoding="utf-8"))
-        return [(str(one["title"]), str(one["key"])) for one in content["sets"]]
+        return [(str(data_set["title"]), str(data_set["key"])) for data_set in content["sets"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -98,7 +98,7 @@ def _together(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _blocks(content: bytes) -> Iterator[tuple[int, np.ndarray]]:
-    """Those that are whole."""
+    """The step and the rows of each block that is whole."""
     at = 0
     while at + HEAD.itemsize <= len(content):
         head = np.frombuffer(content, dtype=HEAD, count=1, offset=at)[0]
@@ -112,6 +112,6 @@ def _blocks(content: bytes) -> Iterator[tuple[int, np.ndarray]]:
 def _remove_partial_block(path: Path) -> None:
     if not path.exists():
         return
-    sizes = (HEAD.itemsize + rows.nbytes for _, rows in _blocks(path.read_bytes()))
+    block_bytes = (HEAD.itemsize + rows.nbytes for _, rows in _blocks(path.read_bytes()))
     with path.open("rb+") as stream:
-        stream.truncate(sum(sizes))
+        stream.truncate(sum(block_bytes))

@@ -134,14 +134,14 @@ class Routers(Event):
     """Of the choices, by expert."""
 
     @classmethod
-    def of(cls, step: int, layers: list[int], found: Sequence[HasBalance]) -> Routers:
+    def of(cls, step: int, layers: list[int], routers: Sequence[HasBalance]) -> Routers:
         return cls(
             step,
             layers,
-            [round(one.busiest, 4) for one in found],
-            [round(one.entropy, 4) for one in found],
-            [one.idle for one in found],
-            [one.shares for one in found],
+            [round(balance.busiest, 4) for balance in routers],
+            [round(balance.entropy, 4) for balance in routers],
+            [balance.idle for balance in routers],
+            [balance.shares for balance in routers],
         )
 
 
@@ -228,10 +228,10 @@ class EventLog:
 
     def write(self, event: Event) -> None:
         record = {"event": event.kind, "time": round(time.time(), 3), **dataclasses.asdict(event)}
-        for one in dataclasses.fields(event):
-            is_left_out = one.metadata.get("is_optional", False) and not record[one.name]
-            if is_left_out or not one.metadata.get("is_logged", True):
-                del record[one.name]
+        for of_record in dataclasses.fields(event):
+            is_left_out = of_record.metadata.get("is_optional", False) and not record[of_record.name]
+            if is_left_out or not of_record.metadata.get("is_logged", True):
+                del record[of_record.name]
         try:
             with self._lock:
                 self._stream.write(json.dumps(record, allow_nan=False) + "\n")
@@ -307,10 +307,12 @@ def damage(records: list[dict[str, Any]]) -> str | None:
 
 
 def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same without evaluations of other held-out data than the newest ones are of."""
-    changes = (n for n, one in enumerate(records) if one["event"] == Resumed.kind and one.get("has_other_held_out"))
+    """The records without evaluations of other held-out data than the newest ones are of."""
+    changes = (
+        n for n, record in enumerate(records) if record["event"] == Resumed.kind and record.get("has_other_held_out")
+    )
     begins = max(changes, default=0)
-    return [one for n, one in enumerate(records) if n >= begins or one["event"] != Evaluation.kind]
+    return [record for n, record in enumerate(records) if n >= begins or record["event"] != Evaluation.kind]
 
 
 def parse(line: str | bytes) -> dict[str, Any] | None:

@@ -169,9 +169,9 @@ class Passes:
     def place(self, inputs: Inputs) -> None:
         self.inputs.tokens.copy_(inputs.tokens)
         self.inputs.positions.copy_(inputs.positions)
-        given = inputs.boundaries.shape[0]
-        self.inputs.boundaries[:given].copy_(inputs.boundaries)
-        self.inputs.boundaries[given:].fill_(inputs.tokens.shape[0])
+        count = inputs.boundaries.shape[0]
+        self.inputs.boundaries[:count].copy_(inputs.boundaries)
+        self.inputs.boundaries[count:].fill_(inputs.tokens.shape[0])
 
 
 def _forget(weights: Sequence[nn.Parameter]) -> None:
@@ -211,12 +211,12 @@ def _captured(
     pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
     graphs = []
     try:
-        for one, then in ((first, between), (second, lambda: None)):
+        for capture, after in ((first, between), (second, lambda: None)):
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on with the next batch meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                one()
-            then()
+                capture()
+            after()
             graphs.append(graph.replay)
     finally:
         if torch.cuda.current_stream() != before:
@@ -244,7 +244,7 @@ class _Lent:
 
 
 def _lent(room: torch.Tensor) -> torch.Tensor:
-    """The same bytes, for the loss alone: when `room` is gone, the backward pass may use them, too."""
+    """The bytes of `room` for the loss alone: when `room` is gone, the backward pass may use them, too."""
     return torch.as_tensor(_Lent(room), device=room.device) if room.is_cuda else room
 
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import secrets
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +23,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from tunesmith import disk
-from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore
 from tunesmith.data.prompts import PromptBatch
 from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError, listed
@@ -43,6 +40,8 @@ from tunesmith.train.hang import HangWatch
 from tunesmith.train.job import Job, RollOut
 from tunesmith.train.machine import Machine
 from tunesmith.train.phases import OutOfMemory, PhaseMemory, is_out_of_memory
+from tunesmith.train.saving import CheckpointWriting
+from tunesmith.train.signals import stop_signals
 from tunesmith.train.speed import Speed
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, StepResult, TrainStep
 from tunesmith.train.vitals import Failing, Sample, Vitals
@@ -146,42 +145,6 @@ class _LaunchedStep:
     """Seconds in which the device had nothing to do, for want of this step's data."""
 
 
-class _Saving:
-    """A checkpoint on its way to the disk: written at once, or by a thread beside training."""
-
-    def __init__(self, step: int, began: float, checkpoint: Saving, *, is_async: bool):
-        self.step = step
-        self.seconds = 0.0
-        """From the first copy to the last byte."""
-        self._began = began
-        self._checkpoint = checkpoint
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if is_async else None
-        if self._thread is None:
-            self._write()
-        else:
-            self._thread.start()
-
-    @property
-    def is_written(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def finish(self) -> bool:
-        """Wait for it; whether it is on the disk. A matter of all ranks."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return bool(self._checkpoint.finish())
-
-    def _write(self) -> None:
-        try:
-            self._checkpoint.write()
-        except BaseException as error:  # for the thread that waits
-            self._error = error
-        self.seconds = time.monotonic() - self._began
-
-
 class _Loop:
     def __init__(self, job: Job, observe: Observer, started: float, watch: Watch | None, progress: Progress):
         self.job = job
@@ -207,7 +170,7 @@ class _Loop:
         self.done = 0
         self.underway: _LaunchedStep | None = None
         self.last_end = 0.0
-        self.saving: _Saving | None = None
+        self.saving: CheckpointWriting | None = None
         self.saved_at: int | None = None
         self.metric_at: tuple[int, float] | None = None
         self.first_loss: float | None = None
@@ -229,7 +192,7 @@ class _Loop:
     def run(self) -> Outcome:
         self._restore()
         self.next_save_time = time.monotonic() + SAVE_SECONDS
-        with _signals(lambda reason: self.observe(events.Stopping(reason))) as asked_to_stop:
+        with stop_signals(lambda reason: self.observe(events.Stopping(reason))) as asked_to_stop:
             self.asked_to_stop = asked_to_stop
             try:
                 reason = self._steps(asked_to_stop)
@@ -251,54 +214,55 @@ class _Loop:
             return self._finish()
 
     def _restore(self) -> None:
-        store, found = self._latest()
-        if found is None:
+        store, checkpoint = self._latest()
+        if checkpoint is None:
             if self.job.ranks.is_first and (step := saved_before(self.job.folder)):
                 self._warn(
                     f"This run starts again at step 0: it had been saved up to step {step}, and none of its "
                     f"checkpoints in {store.folder} is there and whole. Stop it now if they can be brought back."
                 )
             return
-        if found.step > self.total:
+        if checkpoint.step > self.total:
             raise UserError(
-                f"The run in {self.job.folder} is at step {found.step} already, beyond the {self.total} steps of these "
-                "settings; raise epochs or steps, or choose another output."
+                f"The run in {self.job.folder} is at step {checkpoint.step} already, beyond the {self.total} steps of "
+                "these settings; raise epochs or steps, or choose another output."
             )
-        state = self.job.restore(store, found)
+        state = self.job.restore(store, checkpoint)
         if self.scale:
             self.scale.value, self.scale.clean_steps = state["loss_scale"], state["clean_steps"]
-        self.done = found.step
-        self.saved_at = found.step
+        self.done = checkpoint.step
+        self.saved_at = checkpoint.step
         self.first_loss = state["first_loss"]
         has_other = bool(state.get("has_other_held_out"))
         if has_other:
             if self.job.ranks.is_first:
                 self._warn(OTHER_HELD_OUT)
-        elif found.metric is not None:
-            self.metric_at = (found.step, found.metric)
+        elif checkpoint.metric is not None:
+            self.metric_at = (checkpoint.step, checkpoint.metric)
         self.vitals.has_learned = True
-        self.begun_at = found.step
+        self.begun_at = checkpoint.step
         if self.job.ranks.is_first:
             history = events.read(self.job.folder)
             if (damage := events.damage(history)) is not None:
                 self._warn(damage)
-            records = [one for one in history if one.get("step", 0) <= found.step]
+            records = [record for record in history if record.get("step", 0) <= checkpoint.step]
             known = events.comparable(records)
-            self.alerts.recall(one for one in known if not has_other or one["event"] != "evaluation")
+            self.alerts.recall(record for record in known if not has_other or record["event"] != "evaluation")
             for record in records:
-                if record["event"] in self.before and record["step"] <= found.step:
+                if record["event"] in self.before and record["step"] <= checkpoint.step:
                     self.before[record["event"]] += record["seconds"]
                     if record["event"] == "evaluation":
                         self.last_evaluation = record["seconds"]
-        self.observe(events.Resumed(found.step, has_other))
+        self.observe(events.Resumed(checkpoint.step, has_other))
 
     def _latest(self) -> tuple[CheckpointStore, Checkpoint | None]:
         """The newest whole checkpoint, as the first rank finds it."""
         ranks, store = self.job.ranks, self.job.resume_from
-        found = store.latest() if ranks.is_first else None
-        said = ranks.tell(json.dumps([found.step, found.path.name, found.lineage, found.metric] if found else None))
+        checkpoint = store.latest() if ranks.is_first else None
+        told = [checkpoint.step, checkpoint.path.name, checkpoint.lineage, checkpoint.metric] if checkpoint else None
+        said = ranks.tell(json.dumps(told))
         if ranks.is_first or (values := json.loads(said)) is None:
-            return store, found
+            return store, checkpoint
         step, name, lineage, metric = values
         return CheckpointStore(store.folder, lineage), Checkpoint(step, store.folder / name, lineage, metric)
 
@@ -328,10 +292,12 @@ class _Loop:
             with self.hang_watch(), self.watch(launched + 1):
                 began = time.monotonic()
                 with record_function("data"):
-                    given = next(batches)
+                    next_batch = next(batches)
                 waited = time.monotonic() - began
                 try:
-                    batch = given if job.roll_out is None else self._roll_out(job.roll_out, given, is_stopping)
+                    batch = next_batch
+                    if job.roll_out is not None:
+                        batch = self._roll_out(job.roll_out, next_batch, is_stopping)
                     assert isinstance(batch, StepBatch)
                     result = self.train_step.launch(batch, rate, self._before_micro_batch(batch, is_stopping))
                 except Interrupted:
@@ -414,7 +380,7 @@ class _Loop:
                 losses={self.job.titles[source]: loss for source, loss in result.losses.items()},
                 skipped=result.is_skipped,
                 figures=result.figures,
-                figures_of={self.job.titles[source]: found for source, found in result.figures_of.items()},
+                figures_of={self.job.titles[source]: figures for source, figures in result.figures_of.items()},
                 memory_by=self.phases.now() if is_looked_at else {},
                 waited=round(step.waited, 4),
                 is_warm_up=is_warm_up,
@@ -448,9 +414,9 @@ class _Loop:
         """Trained tensors of which no sampled value has changed in this sitting, and how many were looked at. A matter
         of all ranks. Embeddings are not among them: rows of tokens that the data do not have stay what they are."""
         assert self.train_step.sample is not None
-        rows = {f"{name}.weight" for name, one in self.job.model.named_modules() if isinstance(one, nn.Embedding)}
-        found = zip(self.job.optimizer.weights, self.train_step.sample.moved(), strict=True)
-        here = {name: is_moved for name, is_moved in found if is_moved is not None and name not in rows}
+        rows = {f"{name}.weight" for name, module in self.job.model.named_modules() if isinstance(module, nn.Embedding)}
+        samples = zip(self.job.optimizer.weights, self.train_step.sample.moved(), strict=True)
+        here = {name: is_moved for name, is_moved in samples if is_moved is not None and name not in rows}
         moved: dict[str, bool] = {}
         for said in self.job.ranks.gather(json.dumps(here)):
             for name, is_moved in json.loads(said).items():
@@ -470,19 +436,19 @@ class _Loop:
         self.observe(event)
         self._alert(self.alerts.see(event))
 
-    def _alert(self, found: Sequence[events.Alert]) -> None:
-        for one in found:
-            self.observe(one)
+    def _alert(self, alerts: Sequence[events.Alert]) -> None:
+        for alert in alerts:
+            self.observe(alert)
 
     def _warn(self, message: str | None) -> None:
         if message is not None:
             self.observe(events.Warned(message))
 
-    def _tell_of_compiling(self, found: Compilation | None) -> None:
-        for note in found.notes if found else ():
+    def _tell_of_compiling(self, compilation: Compilation | None) -> None:
+        for note in compilation.notes if compilation else ():
             self.observe(events.Warned(note))
-        if found and found.seconds:
-            self.observe(events.Compiled(self.done, round(found.seconds, 2)))
+        if compilation and compilation.seconds:
+            self.observe(events.Compiled(self.done, round(compilation.seconds, 2)))
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -666,7 +632,7 @@ class _Loop:
             "clean_steps": self.scale.clean_steps if self.scale else None,
         }
         self.retry_time = None
-        self.saving = _Saving(
+        self.saving = CheckpointWriting(
             self.done, began, self.job.save(self.done, state, metric, is_async=is_async), is_async=is_async
         )
         if not is_async:
@@ -731,46 +697,3 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-@contextmanager
-def _signals(acknowledge: Callable[[str], None]) -> Iterator[Callable[[], str | None]]:
-    """The first Ctrl-C or SIGTERM asks for a stop; a second Ctrl-C stops at once.
-
-    A handler runs when the main thread is back from what it waits for, which may be a whole step on a GPU. So a thread
-    of its own, woken by the system, acknowledges what was asked for."""
-    asked: list[str] = []
-
-    def handle(number: int, _frame: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(_stopped_by(number))
-
-    def listen() -> None:
-        while said := os.read(reader, 1):
-            if said[0] in (signal.SIGINT, signal.SIGTERM):
-                acknowledge(_stopped_by(said[0]))
-                return
-
-    if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
-        yield lambda: None
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    listener = threading.Thread(target=listen, name="signals", daemon=True)
-    listener.start()
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield lambda: asked[0] if asked else None
-    finally:
-        signal.set_wakeup_fd(woken)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        os.close(writer)
-        listener.join()
-        os.close(reader)
-
-
-def _stopped_by(number: int) -> str:
-    return "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"

@@ -61,8 +61,8 @@ class Machine:
         return Reading(
             available,
             total,
-            {rank: one["hot"] for rank, one in enumerate(all_of_them) if one["hot"]},
-            [one["seconds"] for one in all_of_them] if self._ranks.count > 1 else (),
+            {rank: of_rank["hot"] for rank, of_rank in enumerate(all_of_them) if of_rank["hot"]},
+            [of_rank["seconds"] for of_rank in all_of_them] if self._ranks.count > 1 else (),
         )
 
     def _work(self) -> float:
@@ -113,8 +113,8 @@ class _Gpu:
         nvml = self._nvml
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             now = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
-            found = dict.fromkeys(words for name, words in REASONS.items() if now & getattr(nvml, name, 0))
-            if found:
+            reasons = dict.fromkeys(words for name, words in REASONS.items() if now & getattr(nvml, name, 0))
+            if reasons:
                 degrees = nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
-                return f"{degrees} °C, {', '.join(found)}"
+                return f"{degrees} °C, {', '.join(reasons)}"
         return ""

@@ -52,12 +52,12 @@ class PhaseMemory:
         held = self.held
         if not self._is_told or "start" not in held:
             return {}
-        found = {"weights and states": held["start"]}
+        bytes_of = {"weights and states": held["start"]}
         if "after forward" in held:
-            found["activations"] = held["after forward"] - held["before forward"]
+            bytes_of["activations"] = held["after forward"] - held["before forward"]
         if "before update" in held:
-            found["gradients"] = held["before update"] - held["start"]
-        return found
+            bytes_of["gradients"] = held["before update"] - held["start"]
+        return bytes_of
 
     def by_category(self, plan: Plan) -> dict[str, tuple[int, int]]:
         """Bytes predicted and measured, by what they are for, as far as that can be told: after the second step, from

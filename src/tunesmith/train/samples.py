@@ -58,12 +58,12 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
         lines = (folder / FILE).read_bytes().split(b"\n")
     except OSError:
         return {}
-    found: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
         try:
-            one = json.loads(line)
+            sample = json.loads(line)
         except ValueError:
             continue
-        if isinstance(one, dict) and isinstance(step := one.pop("step", None), int):
-            found.setdefault(step, {}).update(one)
-    return dict(sorted(found.items()))
+        if isinstance(sample, dict) and isinstance(step := sample.pop("step", None), int):
+            by_step.setdefault(step, {}).update(sample)
+    return dict(sorted(by_step.items()))

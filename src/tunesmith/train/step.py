@@ -72,7 +72,7 @@ class StepResult:
     figures: dict[str, float] = field(default_factory=dict)
     """What the objective reports besides its loss."""
     figures_of: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The same by data set."""
+    """What the objective reports besides its loss, by data set."""
     routers: list[Balance] = field(default_factory=list)
     """How evenly each router of an MoE model has dealt out the step's tokens, in steps in which that is counted."""
     documents: np.ndarray | None = field(default=None, compare=False)
@@ -109,7 +109,7 @@ class _Documents:
         return rows_of(sources.astype(np.int64), records.astype(np.int64), sums, weights), bad
 
     def _split(self, losses: torch.Tensor) -> Sequence[torch.Tensor]:
-        return losses.double().split([len(one) for one in self._losses])
+        return losses.double().split([len(losses_n) for losses_n in self._losses])
 
 
 def _sums_by_document(batch: MicroBatch, losses_n: torch.Tensor) -> torch.Tensor:
@@ -290,10 +290,10 @@ class TrainStep:
     ) -> Callable[[], StepResult]:
         """Begin to copy to the host what the step has found; what is returned waits for it."""
         is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
-        told = [self.measured()] if is_measured else []
-        told += [self.routing.told(self.device)] if self.routing is not None else []
+        parts = [self.measured()] if is_measured else []
+        parts += [self.routing.told(self.device)] if self.routing is not None else []
         read_routers = self.routing.reader() if self.routing is not None else None
-        read = self._start_reading_totals(tally, norm, torch.cat(told) if told else None)
+        read = self._start_reading_totals(tally, norm, torch.cat(parts) if parts else None)
         documents.send()
 
         def result() -> StepResult:
@@ -303,7 +303,7 @@ class TrainStep:
             with record_function("loss"):
                 rows, bad = documents.found()
             overflowed = self._check(batch, totals, grad_norm, bad)
-            total, weight = ([sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights))
+            total, weight = (_over_sources(sums) for sums in (totals, weights))
             if self.objective is None:
                 weight = [batch.target_weight] * len(tally.names)
             figures = {**batch.figures, **tally.figures(total, weight)}
@@ -372,9 +372,9 @@ class TrainStep:
             read = start_reading(values if measured is None else torch.cat([values.double(), measured]))
 
             def alone() -> tuple[BySource, BySource, float, list[float]]:
-                grad_norm, *found = read()
-                totals = {source: found[n * width : (n + 1) * width] for n, source in enumerate(tally.sums)}
-                return totals, tally.weights, grad_norm, found[len(tally.sums) * width :]
+                grad_norm, *figures = read()
+                totals = {source: figures[n * width : (n + 1) * width] for n, source in enumerate(tally.sums)}
+                return totals, tally.weights, grad_norm, figures[len(tally.sums) * width :]
 
             return alone
         here = torch.zeros(2, self.sources, width, dtype=torch.float64)
@@ -389,17 +389,21 @@ class TrainStep:
         read_all = start_reading(torch.cat([norm.double().view(1), self.ranks.sum(flat)]))
 
         def together() -> tuple[BySource, BySource, float, list[float]]:
-            grad_norm, *found = read_all()
+            grad_norm, *figures = read_all()
             size = self.sources * width
-            each = [found[n * width : (n + 1) * width] for n in range(2 * self.sources)]
-            weights = {source: some for source, some in enumerate(each[self.sources :]) if any(some)}
-            return {source: each[source] for source in weights}, weights, grad_norm, found[2 * size :]
+            each = [figures[n * width : (n + 1) * width] for n in range(2 * self.sources)]
+            weights = {
+                source: weights_of_source
+                for source, weights_of_source in enumerate(each[self.sources :])
+                if any(weights_of_source)
+            }
+            return {source: each[source] for source in weights}, weights, grad_norm, figures[2 * size :]
 
         return together
 
     def _check(self, batch: StepBatch, totals: BySource, grad_norm: float, documents: list[str]) -> bool:
         """Whether fp16 gradients overflowed; NotFinite for everything else that is not finite."""
-        if not all(math.isfinite(one) for total in totals.values() for one in total):
+        if not all(math.isfinite(value) for total in totals.values() for value in total):
             raise NotFinite(self._blame(batch, totals, "loss", documents))
         overflowed = not math.isfinite(grad_norm)
         if self.loss_scale:
@@ -459,16 +463,22 @@ class TrainStep:
                 vectors.append(self._embed(batch, index))
         facts = torch.cat([facts_of(micro_batch) for micro_batch in batch.micro_batches])
         with record_function("loss"):
-            all_dh, mine = self.ranks.rows(torch.cat([one.detach() for one in vectors]))
+            all_dh, mine = self.ranks.rows(torch.cat([vectors_dh.detach() for vectors_dh in vectors]))
             all_d4, _ = self.ranks.rows(facts.to(self.device))
-            options = {"sources": self.sources, "mine": mine, "divisor": batch.divisors["examples"]}
-            found = batch_loss(objective, embedded(all_dh, all_d4), all_d4[:, 3], **options)
-        assert found.gradients_dh is not None
-        for index, gradients_dh in enumerate(found.gradients_dh.split([one.shape[0] for one in vectors])):
-            made_dh = vectors[0] if count == 1 else self._embed(batch, index)
+            loss = batch_loss(
+                objective,
+                embedded(all_dh, all_d4),
+                all_d4[:, 3],
+                sources=self.sources,
+                mine=mine,
+                divisor=batch.divisors["examples"],
+            )
+        assert loss.gradients_dh is not None
+        for index, gradients_dh in enumerate(loss.gradients_dh.split([vectors_dh.shape[0] for vectors_dh in vectors])):
+            again_dh = vectors[0] if count == 1 else self._embed(batch, index)
             with record_function("backward"):
-                ((made_dh * gradients_dh).sum() * factor).backward()
-        return found
+                ((again_dh * gradients_dh).sum() * factor).backward()
+        return loss
 
     def _embed(self, batch: StepBatch, index: int) -> torch.Tensor:
         """The vectors of a micro-batch; with the same dropout each time."""
@@ -487,10 +497,15 @@ class TrainStep:
     ) -> Scoring | None:
         if self.objective is None:
             return None
-        options = {"sources": self.sources, "divisors": batch.divisors, "baseline": baseline}
-        if index < len(self._sampled):
-            options["sampled"] = self._sampled[index]
-        return scoring_of(self.objective, micro_batch, self.device, **options)
+        return scoring_of(
+            self.objective,
+            micro_batch,
+            self.device,
+            sources=self.sources,
+            divisors=batch.divisors,
+            baseline=baseline,
+            sampled=self._sampled[index] if index < len(self._sampled) else None,
+        )
 
     @torch.no_grad()
     def _baseline(self, batch: StepBatch) -> torch.Tensor:
@@ -510,8 +525,7 @@ class TrainStep:
         """The weighted losses of the targets [N], or their parts [N, 2]."""
         if self.capture is not None and self.launched > EAGER_STEPS and self.capture.record(inputs):
             return self._replay(self.capture, inputs, factor, weigh, is_only=is_only)
-        options = {"z_loss": self.z_loss, "weigh": weigh, "lesson": lesson}
-        total, losses_n = token_losses(self.model, inputs, self.spec, **options)
+        total, losses_n = token_losses(self.model, inputs, self.spec, z_loss=self.z_loss, weigh=weigh, lesson=lesson)
         if self.routing is not None:
             self.routing.end_forward(self.loss_scale.value if self.loss_scale else 1.0)
         with record_function("backward"):
@@ -521,11 +535,12 @@ class TrainStep:
     def _replay(
         self, capture: GraphCapture, inputs: Inputs, factor: float, weigh: Weigh | None, *, is_only: bool
     ) -> torch.Tensor:
-        """The same with captured passes."""
+        """The weighted losses of the targets [N], by captured passes."""
         with record_function("forward"):
             hidden_th = capture.forward(inputs)
-        options = {"room": capture.room, "weigh": weigh}
-        total, losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.spec, self.z_loss, **options)
+        total, losses_n = losses_of_hidden(
+            self.model, hidden_th, inputs, self.spec, self.z_loss, room=capture.room, weigh=weigh
+        )
         with record_function("backward"):
             (total * factor).backward()
             assert hidden_th.grad is not None
@@ -552,8 +567,8 @@ class TrainStep:
         if isinstance(self.model, Pipelined):
             self.model.finish_gradients(self.optimizer)
         if scale != 1.0:
-            for some in by_mesh(one for one in self.optimizer.parameters if one.grad is not None):
-                torch._foreach_div_([one.grad for one in some if one.grad is not None], scale)
+            for weights in by_mesh(weight for weight in self.optimizer.parameters if weight.grad is not None):
+                torch._foreach_div_([weight.grad for weight in weights if weight.grad is not None], scale)
         norm = full_tensor(self.optimizer.gradient_norm())
         if isinstance(self.model, Sharded):
             norm = self.model.agreed(norm)
@@ -580,15 +595,20 @@ class TrainStep:
             for origin, source in zip(micro_batch.origins, micro_batch.sources.tolist(), strict=True)
             if source in bad
         ]
-        found = [origin for text in self.ranks.gather("\n".join(documents)) for origin in text.splitlines()]
-        if not found:
-            found = [origin for text in self.ranks.gather("\n".join(mine)) for origin in text.splitlines()]
-        origins = list(dict.fromkeys(found))  # several ranks may see the same data
+        origins_of_all = [origin for text in self.ranks.gather("\n".join(documents)) for origin in text.splitlines()]
+        if not origins_of_all:
+            origins_of_all = [origin for text in self.ranks.gather("\n".join(mine)) for origin in text.splitlines()]
+        origins = list(dict.fromkeys(origins_of_all))  # several ranks may see the same data
         named = listed(origins, "; ", 5)
         return (
             f"The {what} of step {batch.step + 1} is not a finite number, so training stopped and nothing of this step "
             f"was kept; the data behind it: {named}. A lower learning_rate or precision: fp32 usually helps."
         )
+
+
+def _over_sources(sums: BySource) -> list[float]:
+    """Each sum over all data sets."""
+    return [sum(of_sources) for of_sources in zip(*sums.values(), strict=True)]
 
 
 def live_tokens(micro_batch: MicroBatch) -> int:

@@ -110,8 +110,8 @@ class MLflow:
         where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute().parent / 'mlflow.db'}"
         self._client: Any = mlflow.MlflowClient(where)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
         same = self._client.search_runs([experiment], f"tags.tunesmith_run = '{id}'", max_results=1)
         if same:
             self._id: str = same[0].info.run_id
@@ -162,9 +162,9 @@ TRACKERS: dict[str, tuple[type[Tracker], str]] = {
 """By name: the tracker, and the package it needs."""
 
 
-def read_names(given: Sequence[str]) -> tuple[str, ...]:
+def read_names(asked: Sequence[str]) -> tuple[str, ...]:
     """The trackers asked for, with commas between them; UserError where one is unknown or not installed."""
-    names = tuple(dict.fromkeys(name.strip() for one in given for name in one.split(",") if name.strip()))
+    names = tuple(dict.fromkeys(name.strip() for text in asked for name in text.split(",") if name.strip()))
     for name in names:
         if name not in TRACKERS:
             raise UserError(f"--track: {name} is no tracker known here; it can be {listed(TRACKERS)}.")
@@ -231,13 +231,13 @@ class Trackers:
             if figures := dict(figures_of(event)):
                 step = event.step  # pyright: ignore[reportAttributeAccessIssue]
                 self._begin(purge)
-                self._each(lambda one, step=step, figures=figures: one.log(step, figures))
+                self._each(lambda tracker, step=step, figures=figures: tracker.log(step, figures))
             elif isinstance(event, events.Alert):
                 self._begin(purge)
                 text = f"{event.evidence} {event.advice}"
-                self._each(lambda one, event=event, text=text: one.say(event.step, event.name, text))
+                self._each(lambda tracker, event=event, text=text: tracker.say(event.step, event.name, text))
         if self._has_begun:
-            self._each(lambda one: one.end(self._state))
+            self._each(lambda tracker: tracker.end(self._state))
         self._ended.set()
 
     def _note(self, event: events.Event) -> None:
@@ -252,7 +252,7 @@ class Trackers:
             return
         self._has_begun = True
         id = id_of(self._folder)
-        self._each(lambda one: one.begin(self._folder, self._settings, id, purge))
+        self._each(lambda tracker: tracker.begin(self._folder, self._settings, id, purge))
 
     def _each(self, work: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):

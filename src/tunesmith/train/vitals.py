@@ -47,7 +47,7 @@ class Weights:
     size: float
     """Root of the mean square."""
     moved: float | None
-    """The same of how far they have moved since they were measured before."""
+    """Root of the mean square of how far they have moved since they were measured before."""
 
 
 class Sample:
@@ -76,8 +76,8 @@ class Sample:
                 return [None] * len(parts)
             before = self._first.split([part.numel() for part in parts])
             pairs = zip(parts, before, strict=True)
-            found = torch.stack([(part.double() != old).any() for part, old in pairs]).tolist()
-        return [is_other if part.numel() else None for is_other, part in zip(found, parts, strict=True)]
+            has_moved = torch.stack([(part.double() != old).any() for part, old in pairs]).tolist()
+        return [is_other if part.numel() else None for is_other, part in zip(has_moved, parts, strict=True)]
 
     def _parts(self) -> list[torch.Tensor]:
         parts = [local(weight.detach()).reshape(-1) for weight in self._weights]
@@ -165,25 +165,25 @@ class Vitals:
             f"rollout.answers or a higher rollout.temperature make answers differ.{more}",
         )
 
-    def see_weights(self, found: Weights, after: int) -> str | None:
+    def see_weights(self, measured: Weights, after: int) -> str | None:
         """What was measured when so many steps were done."""
-        before, self.last = self.last, found
+        before, self.last = self.last, measured
         updates, self.updates = self.updates, 0
         if self.first is None:
-            self.first = found
+            self.first = measured
         # Some adapters begin at exactly 0, and any size is infinitely larger.
-        if before is not None and not found.size <= (JUMP * before.size if before.size else math.inf):
+        if before is not None and not measured.size <= (JUMP * before.size if before.size else math.inf):
             raise Failing(
-                f"The trained weights have exploded: after step {after} they are about {found.size:.2g} in size, and "
-                f"were {before.size:.2g} before, so training stopped and they were not saved. {self._advice}"
+                f"The trained weights have exploded: after step {after} they are about {measured.size:.2g} in size, "
+                f"and were {before.size:.2g} before, so training stopped and they were not saved. {self._advice}"
             )
-        if found.size > GROWN * self.first.size > 0:
+        if measured.size > GROWN * self.first.size > 0:
             return self._once(
                 "grown",
                 f"After step {after} the trained weights are more than {GROWN:.0f} times as large as at first "
-                f"({found.size:.2g}, {self.first.size:.2g} then). {self._advice}",
+                f"({measured.size:.2g}, {self.first.size:.2g} then). {self._advice}",
             )
-        if updates and found.moved is not None and found.moved <= STILL * found.size:
+        if updates and measured.moved is not None and measured.moved <= STILL * measured.size:
             return self._once(
                 "still",
                 f"The weights did not move up to step {after}: the learning rate, {self.peak_rate:g} at most, is too "
