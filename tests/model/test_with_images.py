@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,11 @@ import parity
 from families import VOCABULARY, quiet
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.export import proof
 from tunesmith.export.export import export_run
+from tunesmith.export.quantized import rounding_of
+from tunesmith.export.source import Source
+from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.grown import grown
 from tunesmith.model.headers import read_headers
 from tunesmith.model.load import build_small_proxy, load_empty
@@ -85,6 +90,27 @@ def test_what_no_text_passes_through_is_not_quantized(trained, tmp_path):
     names = read_headers(tmp_path / "few")
     assert "model.layers.0.mlp.up_proj.weight_packed" in names
     assert "visual.blocks.0.mlp.up_proj.weight" in names
+
+
+def test_groups_of_quantization_aware_training_are_those_of_what_text_passes_through(seeing, trained):
+    """The encoder of images has rows of 16 weights, which no group divides."""
+    model, _ = load_empty(Run(model=str(seeing), data="x"), dtype="fp32")
+    found = FakeQuantization.of(model, "int4")
+    assert found.rounding == rounding_of(Source.of(trained.job.folder), "int4")
+    assert found.names
+    assert not [name for name in found.names if "visual" in name]
+
+
+@pytest.mark.parametrize("method", ["fp8", "rtn"])
+def test_random_weights_quantize_as_far_as_rounding_alone_goes(seeing, tmp_path, monkeypatch, method):
+    """Of many tokens about as likely another one comes first after any rounding, which is no fault of what is
+    written."""
+    bound = "fp8" if method == "fp8" else "8 bits"
+    monkeypatch.setitem(proof.BOUNDS, bound, replace(proof.BOUNDS[bound], agreement=1.01))
+    data = [str(_documents(tmp_path))]
+    made = quantize_model(str(seeing), tmp_path / "few", method=method, bits=8, data=data)
+    assert made.proof is not None
+    assert made.proof.rounded_agreement == pytest.approx(made.proof.agreement_without_ties, abs=0.1)
 
 
 def test_new_tokens_grow_the_embedding_that_files_have_under_another_name(seeing, tmp_path):
