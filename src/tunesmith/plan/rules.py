@@ -6,6 +6,7 @@ is sound and predicted, but that `train` cannot do yet; the planner shows it, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tunesmith.plan import activations, model_states, paths
@@ -93,6 +94,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda task, choice: task.facts.runs_along and max(choice.tensor, choice.context, choice.pipeline) > 1,
         "convolutions and state spaces run along this model's tokens, which tensor, context and pipeline parallelism "
         "do not cut",
+    ),
+    (
+        lambda task, choice: (
+            choice.context > 1 and any((kind.chunk or math.inf) < task.sequence_length for kind in task.facts.kinds)
+        ),
+        "layers of this model attend in chunks shorter than sequence_length, which context parallelism does not cut",
     ),
     (
         lambda task, choice: choice.matmul_dtype == "fp8" and (task.device == "cpu" or task.gpu.capability < FP8),
