@@ -30,7 +30,9 @@ from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
 from tunesmith.export.proof import GREEDY, Proof
 from tunesmith.export.source import Source
+from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.gguf import read_tokenizer
+from tunesmith.model.load import load_empty
 from tunesmith.model.vllm import largest_rank, refused, vllm_notes
 from tunesmith.run.merge import merge_run
 
@@ -352,20 +354,35 @@ def test_q8_0_is_rounded_here_as_llama_cpp_does(trained, tmp_path):
     assert divergence("q8_0") < 0.25 * divergence(None)
 
 
+def test_fp8_is_rounded_here_as_compressed_tensors_does(trained, tmp_path):
+    """Weights, and each token that goes into a matmul."""
+    source = Source.of(trained)
+    quantized.write_compressed(source, tmp_path, "fp8", lambda *_: None)
+    engine = FORMATS["compressed-tensors"].engine(source, tmp_path, "fp8")
+    model, _ = load_empty(source.run, dtype="fp32")
+    rounded = FakeQuantization.of(model, "fp8", with_inputs=True)
+    x_btk = torch.randn(2, 5, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
+    linear = engine.model.get_submodule("model.layers.0.mlp.up_proj")
+    assert torch.equal(linear(x_btk), torch.nn.functional.linear(rounded.round_inputs(x_btk), linear.weight))
+
+
 @pytest.fixture
 def stricter(monkeypatch):
     """8 bits must agree everywhere, as they would have to where every other place is a near tie."""
-    monkeypatch.setitem(proof.BOUNDS, "8 bits", replace(proof.BOUNDS["8 bits"], agreement=1.01))
+    for name in ("8 bits", "fp8"):
+        monkeypatch.setitem(proof.BOUNDS, name, replace(proof.BOUNDS[name], agreement=1.01))
 
 
-@pytest.mark.parametrize(("form", "kind"), [("gguf", "q8_0"), ("compressed-tensors", "int8")])
+@pytest.mark.parametrize(
+    ("form", "kind"), [("gguf", "q8_0"), ("compressed-tensors", "int8"), ("compressed-tensors", "fp8")]
+)
 def test_below_the_bound_an_export_is_compared_with_base_and_adapter_rounded_alike(
     trained, tmp_path, stricter, form, kind
 ):
     engine_is_here(form)
     made = export_run(trained, form, kind=kind, out=tmp_path / "out")
     assert made.proof is not None
-    assert made.proof.rounded_agreement >= 0.95
+    assert made.proof.rounded_agreement >= 0.9
     assert "| the same, of base + adapter rounded alike | " in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -12,7 +12,15 @@ from transformers import GenerationConfig
 
 from families import VOCABULARY, tiny_model
 from tunesmith.infer import call, captured
-from tunesmith.infer.decoding import Decoding, GenerationDefaults, History, asked_of, not_streamed, processed
+from tunesmith.infer.decoding import (
+    Decoding,
+    GenerationDefaults,
+    History,
+    asked_of,
+    never_made,
+    not_streamed,
+    processed,
+)
 from tunesmith.infer.sampling import Choice, choose
 from tunesmith.infer.speculate import Draft, Pace
 from tunesmith.serve.engine import Engine, Job, Limits
@@ -213,3 +221,18 @@ def test_answers_whose_length_nobody_says_are_as_long_as_the_config_says(llama):
     assert asked(llama, {"max_length": 50}).longest(10, 100) == 40
     assert asked(llama, {"max_length": 50}).longest(60, 100) == 100
     assert asked(llama, {}).longest(10, 100) == 100
+
+
+def test_tokens_without_a_row_in_every_embedding_are_never_made():
+    """Gemma's tables for each layer end before the vocabulary does."""
+    model = tiny_model("gemma3n_text", vocab_size_per_layer_input=10).eval()
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    beyond = list(range(10, VOCABULARY))
+    assert never_made(model) == beyond
+    assert asked_of(model).decoding.others["suppress_tokens"] == beyond
+    options = {"max_new_tokens": 20, "do_sample": True, "temperature": 5.0}
+    made = model.generate(torch.tensor([[3, 4]]), suppress_tokens=never_made(model), **options)
+    assert made.max() < 10
+    assert never_made(tiny_model("llama")) == []

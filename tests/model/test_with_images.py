@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,17 @@ from transformers import (
 
 import parity
 from families import VOCABULARY, quiet
+from ranks import assert_two_give_the_losses_of_one
+from tiny import SETTINGS
+from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.export import proof
 from tunesmith.export.export import export_run
+from tunesmith.export.quantized import rounding_of
+from tunesmith.export.source import Source
+from tunesmith.model import adapters
+from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.grown import grown
 from tunesmith.model.headers import read_headers
 from tunesmith.model.load import build_small_proxy, load_empty
@@ -87,6 +96,27 @@ def test_what_no_text_passes_through_is_not_quantized(trained, tmp_path):
     assert "visual.blocks.0.mlp.up_proj.weight" in names
 
 
+def test_groups_of_quantization_aware_training_are_those_of_what_text_passes_through(seeing, trained):
+    """The encoder of images has rows of 16 weights, which no group divides."""
+    model, _ = load_empty(Run(model=str(seeing), data="x"), dtype="fp32")
+    found = FakeQuantization.of(model, "int4")
+    assert found.rounding == rounding_of(Source.of(trained.job.folder), "int4")
+    assert found.names
+    assert not [name for name in found.names if "visual" in name]
+
+
+@pytest.mark.parametrize("method", ["fp8", "rtn"])
+def test_random_weights_quantize_as_far_as_rounding_alone_goes(seeing, tmp_path, monkeypatch, method):
+    """Of many tokens about as likely another one comes first after any rounding, which is no fault of what is
+    written."""
+    bound = "fp8" if method == "fp8" else "8 bits"
+    monkeypatch.setitem(proof.BOUNDS, bound, replace(proof.BOUNDS[bound], agreement=1.01))
+    data = [str(_documents(tmp_path))]
+    made = quantize_model(str(seeing), tmp_path / "few", method=method, bits=8, data=data)
+    assert made.proof is not None
+    assert made.proof.rounded_agreement == pytest.approx(made.proof.agreement_without_ties, abs=0.1)
+
+
 def test_new_tokens_grow_the_embedding_that_files_have_under_another_name(seeing, tmp_path):
     run = Run(model=str(seeing), data="x", output=str(tmp_path / "run"), new_tokens=["<|new|>"])
     base = grown(run).model
@@ -118,3 +148,26 @@ def test_a_name_with_vision_in_it_is_no_reason_to_refuse_one_that_writes():
 def test_one_that_transformers_has_no_language_model_of_is_refused_by_its_kind():
     with pytest.raises(UserError, match="transformers has no class of pix2struct models that writes text"):
         language_model_class(Pix2StructConfig())
+
+
+def test_adapters_of_peft_are_on_what_text_passes_through_alone(seeing):
+    """The encoder's projections have names that peft looks for, and would get no gradient."""
+    pytest.importorskip("peft")
+    for kind in ({"peft_type": "IA3"}, {"peft_type": "ADALORA", "target_modules": ["up_proj", "q_proj"]}):
+        run = from_mapping({"model": str(seeing), "data": "x", "output": "o", "method": "peft", "peft": kind})
+        model, _ = load_empty(run, dtype="fp32")
+        tuned = adapters.put_on(model, run, empty=True)
+        trained = [name for name, one in tuned.model.named_parameters() if one.requires_grad]
+        assert any("language_model.layers.1.mlp" in name for name in trained)
+        assert not [name for name in trained if "visual" in name]
+        described = json.loads(adapters.config_text(tuned, run))
+        assert set(described.get("feedforward_modules") or []) <= set(described["target_modules"])
+
+
+@pytest.mark.parametrize("way", ["zero3", "tensor"])
+def test_two_ranks_train_them_as_one_does(seeing, world, tmp_path, way):
+    (tmp_path / "model").symlink_to(seeing)
+    settings = {"model": str(tmp_path / "model"), **SETTINGS, "eval": [], "sequence_length": 128}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    parity.write_documents(tmp_path / "train.jsonl")
+    assert_two_give_the_losses_of_one(world, tmp_path, way, method="full")

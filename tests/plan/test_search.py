@@ -251,6 +251,13 @@ def test_of_offloaded_shards_the_states_alone_are_in_host_memory():
     assert "with states in fp32 on the device beside tensor parallelism" in missing
 
 
+def test_attention_in_chunks_is_not_cut_by_context_parallelism():
+    chunked = SMOL.changed(kinds=tuple(kind.changed(chunk=64) for kind in SMOL.kinds))
+    task = search(run(), chunked, machine(gpu=gpu(80))).task
+    cut = [why for is_refused, why in rules.REFUSALS if is_refused(task, Choice(context=2, sharding="ddp"))]
+    assert any("attend in chunks shorter than sequence_length" in why for why in cut)
+
+
 def test_where_states_must_be_moved_training_layers_by_turns_is_offered():
     """With what it gives up; and it fits where it is asked for. Compiled layers, ranks and adapters are refused."""
     small = machine(gpu=gpu(32), memory=256 * GIB)

@@ -105,6 +105,7 @@ def test_trained_parameters_are_counted_without_weights(tiny_model):
         ({"peft_type": "PROMPT_TUNING"}, "say how many vectors PROMPT_TUNING puts before a document"),
         ({"peft_type": "XLORA"}, "cannot be trained here: it mixes LoRA adapters that exist already"),
         ({"peft_type": "IA3", "target_modules": ["zzz"], "feedforward_modules": []}, "does not go on LlamaForCausalLM"),
+        ({"peft_type": "TRAINABLE_TOKENS"}, "peft.token_indices: say the ids of the tokens whose embeddings"),
     ],
 )
 def test_what_peft_would_not_take_is_said_in_a_sentence(tiny_model, fields, message):
@@ -138,6 +139,10 @@ def test_families_that_peft_does_not_know_get_targets(family, kind, expected):
     ("family", "message"),
     [
         ("falcon_h1", "peft.peft_type: FalconH1ForCausalLM cannot be called with PREFIX_TUNING on it (Cannot get conv"),
+        (
+            "recurrent_gemma",
+            "peft.peft_type: with PREFIX_TUNING on it RecurrentGemmaForCausalLM does not give the logits",
+        ),
         ("mamba2", "peft.peft_type: PREFIX_TUNING changes nothing of what Mamba2ForCausalLM gives; use another type"),
     ],
 )

@@ -152,7 +152,7 @@ FEW_BITS = ("8 bits", "4 bits", "2 bits", "fp8")
 TRAINED_FOR = {"int4": "bf16", "nvfp4": "bf16", "q4_0": "8 bits", "fp8": "fp8"}
 """The same where the run was trained for the type, so that rounding has no part in it: what is left are embeddings in
 16 or 8 bits, and inputs that llama.cpp (q4_0) and fp8 matmuls round to 8."""
-ALIKE = ("int8", "int4", "nvfp4", "q8_0", "q4_0")
+ALIKE = ("int8", "int4", "nvfp4", "fp8", "q8_0", "q4_0")
 """Types of which all that rounds much is computed here."""
 
 
@@ -281,10 +281,10 @@ def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, pro
             f"The export cannot be loaded back by its own engine, and nothing was written: {first_line(error)}."
         ) from error
     try:
+        told = {"alike": kind if kind in ALIKE else None, "data": data}
         if kind == source.run.quantization_aware:
-            return prove(source, engine, TRAINED_FOR[kind], samples, progress, rounded_to=kind, data=data)
-        alike = kind if kind in ALIKE else None
-        return prove(source, engine, PRECISIONS.get(kind, kind), samples, progress, alike=alike, data=data)
+            return prove(source, engine, TRAINED_FOR[kind], samples, progress, rounded_to=kind, **told)
+        return prove(source, engine, PRECISIONS.get(kind, kind), samples, progress, **told)
     finally:
         engine.close()
 

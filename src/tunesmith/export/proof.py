@@ -146,13 +146,13 @@ def prove(
     progress: Progress,
     *,
     rounded_to: str | None = None,
-    alike: str | None = None,
+    alike: str | Sequence[torch.Tensor] | None = None,
     data: str = "held-out",
 ) -> Proof:
     """UserError where the export parts from base + adapter, or from the model where there is no adapter, by more than
     `BOUNDS` allow. `rounded_to`: the type that the run was trained for, where it is this export's: then base + adapter
-    are rounded as in training. `alike`: the type of this export, where its rounding can be computed here. `data`: the
-    kind of data that the samples are of."""
+    are rounded as in training. `alike`: the type of this export, where its rounding can be computed here, or what was
+    measured of the model rounded so: logits [T, V] of each sample. `data`: the kind of data that the samples are of."""
     if not samples:
         raise UserError("There is nothing to compare the export on; name some data with --data FILE.")
     own = "the run's model" if source.is_trained else "the full model"
@@ -181,7 +181,7 @@ def prove(
         if not _agrees(proof, bound):
             unexplained = (
                 _exceeds_rounding(source, samples, scores, expected, bound, proof, alike)
-                if alike and not proof.failures
+                if alike is not None and not proof.failures
                 else ""
             )
             if unexplained is not None:
@@ -198,10 +198,15 @@ def prove(
 
 
 def _reference(
-    source: Source, sequences: Sequence[Sequence[int]], rounded_to: str | None = None, *, with_adapter: bool = True
+    source: Source,
+    sequences: Sequence[Sequence[int]],
+    rounded_to: str | None = None,
+    *,
+    with_adapter: bool = True,
+    rounds_inputs: bool = False,
 ) -> list[torch.Tensor]:
     """Log-probabilities [T, V] of each sequence, in one pass over the model."""
-    model = StreamedModel(source.weights, with_adapter=with_adapter, rounded_to=rounded_to)
+    model = StreamedModel(source.weights, with_adapter=with_adapter, rounded_to=rounded_to, rounds_inputs=rounds_inputs)
     return [logits.log_softmax(-1) for logits in model.logits_of(sequences)]
 
 
@@ -260,13 +265,16 @@ def _exceeds_rounding(
     expected: Sequence[torch.Tensor],
     bound: Bound,
     proof: Proof,
-    kind: str,
+    alike: str | Sequence[torch.Tensor],
 ) -> str | None:
     """Why what separates the export from base + adapter is more than rounding does to this model; None where it is
     not. Over many layers two computations of the same rounding part by about as much as each does from none, so that
     they are compared by how far they go, not place by place."""
     try:
-        rounded = _reference(source, [sample.ids for sample in samples], kind)
+        if isinstance(alike, str):
+            rounded = _reference(source, [sample.ids for sample in samples], alike, rounds_inputs=True)
+        else:
+            rounded = [logits[: len(one.ids)].log_softmax(-1) for logits, one in zip(alike, samples, strict=True)]
     except UserError:  # a model whose rounding is not computed here, such as one with experts
         return ""
     again = Proof("rounded", proof.precision)
@@ -277,7 +285,7 @@ def _exceeds_rounding(
     if found - usual <= CHANCE * math.sqrt(found + usual) and proof.divergence <= AS_FAR * again.divergence:
         return None
     return (
-        f", nor is that what rounding does to this model: base + adapter rounded to {kind} agree at "
+        f", nor is that what rounding does to this model: {proof.reference} rounded alike agree at "
         f"{again.agreement_without_ties:.1%} and diverge by {again.divergence:.2g} nats a token, it by "
         f"{proof.divergence:.2g}"
     )

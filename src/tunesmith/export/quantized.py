@@ -29,7 +29,7 @@ from tunesmith.kernels.rounding import (
 )
 from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.side_files import CONFIG
-from tunesmith.model.structure import decoder_layers, holds_most_elsewhere, is_transposed, linears_of_layers
+from tunesmith.model.structure import holds_most_elsewhere, is_transposed, linears_for_text
 from tunesmith.run.merge import put_side_files
 from tunesmith.run.streamed import merged_weights, rounded
 
@@ -89,13 +89,6 @@ def check_linears(source: Source) -> None:
             "The files of this model hold its tensors in a layout that only transformers knows, and the linears cannot "
             "be quantized one by one; `tunesmith export --to gguf` writes it in few bits if llama.cpp has the model."
         )
-
-
-def linears_for_text(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The linears that are quantized. Those that no text passes through, as in a vision tower, stay in 16 bits: nothing
-    here could tell what rounding costs them, and their rows are of other sizes."""
-    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
-    return {name: module for name, module in linears_of_layers(model).items() if module in inside}
 
 
 def size(source: Source, kind: str) -> int:

@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 from tunesmith.errors import first_line
+from tunesmith.model.load import usable_tokens, vocabulary_size
 
 NOT_STREAMED: dict[str, Any] = {
     "num_beams": 1, "num_return_sequences": 1, "penalty_alpha": None, "dola_layers": None, "constraints": None,
@@ -100,11 +101,20 @@ class GenerationDefaults:
 ASKS_NOTHING = GenerationDefaults()
 
 
+def never_made(model: nn.Module) -> list[int]:
+    """Tokens with which a model cannot go on, since one of its embeddings has no row of them, besides those that its
+    generation config leaves out."""
+    config: Any = model.config
+    left_out = getattr(getattr(model, "generation_config", None), "suppress_tokens", None) or []
+    return sorted({*left_out, *range(usable_tokens(config), vocabulary_size(config))})
+
+
 def asked_of(model: nn.Module) -> GenerationDefaults:
     config: Any = getattr(model, "generation_config", None)
     if config is None:
         return ASKS_NOTHING
     found = {name: value for name in _NEUTRAL if (value := _wanted(config, name)) is not None}
+    found |= {"suppress_tokens": never} if (never := never_made(model)) else {}
     faults = {name: f"{name}: {found[name]}" for name in found if name in NOT_APPLIED}
     for name in list(found):
         if name not in faults and (why := _fault(name, found, model)) is not None:

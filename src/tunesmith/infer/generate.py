@@ -16,7 +16,7 @@ from torch import nn
 from tunesmith.data.chat import Encoder
 from tunesmith.data.types import Message
 from tunesmith.errors import UserError
-from tunesmith.infer.decoding import FIRST, LAST, not_streamed
+from tunesmith.infer.decoding import FIRST, LAST, never_made, not_streamed
 from tunesmith.model.structure import is_encoder_decoder
 
 Conversation = Sequence[dict[str, str]]
@@ -139,6 +139,7 @@ def _options(model: nn.Module, encoder: Encoder, max_new_tokens: int, temperatur
         "pad_token_id": _padding_token(encoder),
         "tokenizer": encoder.tokenizer,
         "use_cache": True,
+        "suppress_tokens": never_made(model) or None,
         **sampling,
     }
 

@@ -16,7 +16,7 @@ import json
 import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from tunesmith.config.schema import Run
 from tunesmith.disk import expanded
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model.load import load_config, load_shallow, load_skeleton, locate, quiet
-from tunesmith.model.structure import body
+from tunesmith.model.structure import body, is_encoder_decoder, linears_of_layers
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -87,6 +87,10 @@ def make_config(run: Run, *, steps: int = STEPS) -> PeftConfig:
         raise UserError(f"peft: {wanted} does not take these settings: {first_line(error)}.") from error
     if config.is_prompt_learning and getattr(config, "num_virtual_tokens", 1) is None:
         raise UserError(f"peft.num_virtual_tokens: say how many vectors {wanted} puts before a document, such as 20.")
+    if wanted == "TRAINABLE_TOKENS" and not config.token_indices:
+        raise UserError(
+            "peft.token_indices: say the ids of the tokens whose embeddings TRAINABLE_TOKENS trains, such as [32000]."
+        )
     init = getattr(config, "init_lora_weights", None)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
         raise UserError(
@@ -194,25 +198,54 @@ def put_on(model: nn.Module, run: Run, *, steps: int = STEPS, start: Path | None
 
 def _fill_targets(config: Any, model: nn.Module) -> None:
     """Where nothing is said, and peft has no modules for models of this kind: those that it takes in a Llama, where the
-    model has modules of these names; otherwise all linears, or all norms for a method that trains these."""
+    model has modules of these names; otherwise all linears, or all norms for a method that trains these. Of a model
+    that sees images only those that text passes through: the others, often of the same names, would get no gradient."""
+    if getattr(config, "target_parameters", None) or not hasattr(config, "target_modules"):
+        return
+    if config.target_modules is None:
+        config.target_modules = _usual_targets(config, model)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else body(model)
+    targets, inside = config.target_modules, {*decoder.modules(), model.get_output_embeddings()}
+    if is_encoder_decoder(model) or targets is None or (isinstance(targets, str) and targets != "all-linear"):
+        return
+    linears = linears_of_layers(model)
+    meant = {
+        name: module
+        for name, module in model.named_modules()
+        if (name in linears if targets == "all-linear" else _is_named(name, targets))
+    }
+    if not inside >= set(meant.values()):
+        config.target_modules = {name for name, module in meant.items() if module in inside}
+        if feedforward := getattr(config, "feedforward_modules", None):
+            config.feedforward_modules = {name for name in config.target_modules if _is_named(name, feedforward)}
+
+
+def _is_named(name: str, ends: Iterable[str]) -> bool:
+    return any(f".{name}".endswith(f".{one}") for one in ends)
+
+
+def _usual_targets(config: Any, model: nn.Module) -> Any:
+    """None where the method needs none."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils import constants
 
-    if getattr(config, "target_modules", "") is not None or getattr(config, "target_parameters", None):
-        return
     kind, family = config.peft_type.value, getattr(model.config, "model_type", "")
     is_ia3 = kind == "IA3"
     known = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING if is_ia3 else None
     known = known or getattr(PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type], "target_module_mapping", None)
-    if not known or family in known:
-        return
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if not known:
+        return None
+    if family in known:
+        if is_ia3 and config.feedforward_modules is None:
+            config.feedforward_modules = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[family]
+        return set(known[family])
     likely = set(known["llama"])
     if kind == "LN_TUNING" and not likely <= names:
         likely = {n.rpartition(".")[2] for n, module in model.named_modules() if type(module).__name__.endswith("Norm")}
     if is_ia3 and config.feedforward_modules is None:
         config.feedforward_modules = {"down_proj"} & names if likely <= names else set()
-    config.target_modules = likely if likely <= names else "all-linear"
+    return likely if likely <= names else "all-linear"
 
 
 def _put_prompt(peft: PeftModel, folder: Path) -> None:

@@ -17,7 +17,7 @@ from tunesmith.kernels.fake_quantize import fake_quantized_linear
 from tunesmith.kernels.rounding import BITS, Rounding, group_of, q8_0
 from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.lora_modules import LoraLinear
-from tunesmith.model.structure import is_transposed, linears_of_layers, replace_module
+from tunesmith.model.structure import is_transposed, linears_for_text, replace_module
 
 
 class FakeQuantizedLinear(nn.Linear):
@@ -40,14 +40,14 @@ class FakeQuantization:
 
     rounding: Rounding
     names: frozenset[str]
-    rounds_inputs: bool = False
-    """As llama.cpp does before each matmul with weights in q8_0."""
+    round_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What engines do before each matmul with weights in q8_0 (llama.cpp) or fp8."""
 
     @classmethod
-    def of(cls, model: nn.Module, kind: str) -> FakeQuantization:
+    def of(cls, model: nn.Module, kind: str, *, with_inputs: bool = False) -> FakeQuantization:
         """`q8_0`, which nothing is trained for, is what llama.cpp does: every matrix with whole blocks is rounded, and
-        what goes into it."""
-        linears = linears_of_layers(model)
+        what goes into it. `with_inputs`: the same of fp8, as engines run what is exported."""
+        linears = linears_for_text(model)
         if experts_of_layers(model) or any(is_transposed(one) for one in linears.values()):
             raise UserError(
                 f"quantization_aware: {kind} rounds linears, and {type(model).__name__} has experts or transposed "
@@ -62,7 +62,7 @@ class FakeQuantization:
             rounding = Rounding(kind)
             matrices = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear | nn.Embedding)}
             whole = {name for name, one in matrices.items() if one.weight.shape[-1] % rounding.divisor == 0}
-            return cls(rounding, frozenset(whole), rounds_inputs=True)
+            return cls(rounding, frozenset(whole), q8_0)
         widths = {linear.weight.shape[1] for linear in linears.values()}
         rounding = Rounding(kind, (group_of(widths) or 32) if kind in BITS else 0)
         if odd := [width for width in sorted(widths) if width % rounding.divisor]:
@@ -72,7 +72,7 @@ class FakeQuantization:
             )
         adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
         owners = (name.removesuffix(".base") if name.removesuffix(".base") in adapted else name for name in linears)
-        return cls(rounding, frozenset(owners))
+        return cls(rounding, frozenset(owners), _fp8_inputs if with_inputs and kind == "fp8" else None)
 
     @torch.no_grad()
     def put_on(self, model: nn.Module, owns: Callable[[str], bool] = lambda _: True) -> None:
@@ -99,5 +99,10 @@ class FakeQuantization:
                 self._watch(modules[name])
 
     def _watch(self, module: nn.Module) -> None:
-        if self.rounds_inputs:
-            module.register_forward_pre_hook(lambda _, args: (q8_0(args[0]), *args[1:]))
+        if (round_inputs := self.round_inputs) is not None:
+            module.register_forward_pre_hook(lambda _, args: (round_inputs(args[0]), *args[1:]))
+
+
+def _fp8_inputs(x: torch.Tensor) -> torch.Tensor:
+    """Each token with a scale of its own."""
+    return Rounding("fp8")(x.flatten(0, -2)).view(x.shape)

@@ -254,7 +254,11 @@ def _with_adapter_of_peft(run: Run, found: Probed) -> Probed:
         try:
             spec, note = find_forward_spec(tuned.model, vocabulary=vocabulary)  # one by one, perhaps
         except UserError as error:
-            raise UserError(f"peft: with {config.peft_type.value} as it is set here, {error}") from error
+            raise UserError(
+                f"peft.peft_type: with {config.peft_type.value} on it {type(small).__name__} does not give the logits "
+                "of its output head over what its layers give, which the loss here is computed from; use another type, "
+                "or method: lora."
+            ) from error
     return replace(found, spec=spec, note=found.note or note)
 
 

@@ -153,6 +153,13 @@ def linears_of_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def linears_for_text(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears that are rounded. Those that no text passes through, as in a vision tower, are left as they are:
+    nothing here could tell what rounding costs them, and their rows are of other sizes."""
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    return {name: module for name, module in linears_of_layers(model).items() if module in inside}
+
+
 @functools.cache
 def computes_as_linear(kind: type[nn.Module]) -> bool:
     """Whether this is nn.Linear, or a class of a model's own that computes the same (Falcon's)."""

@@ -155,7 +155,10 @@ def _styles(model: nn.Module) -> dict[str, str]:
     # Embedding and head are cut by their vocabulary, whatever a plan says: some transformers name them there.
     ends = _ends(model)
     names = [name for name, module in body(model).named_modules() if module not in ends]
-    styles = {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}
+    # A model that sees images has its text model, whose plan it is, inside.
+    inside = next((name for name, module in body(model).named_modules() if name and module is model.get_decoder()), "")
+    own = {name: name.removeprefix(f"{inside}.") for name in names}
+    styles = {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(own[name])}
     blocks = {name.rpartition(".")[0] for name, style in styles.items() if style in CUTS}
     unknown = {style for style in styles.values() if style not in CUTS and style != WHOLE}
     for block in blocks:  # what is in a block and in no plan would see tokens or heads that it does not expect

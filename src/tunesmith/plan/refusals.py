@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -135,6 +136,13 @@ def padded_rows_are_cut(task: Task, choice: Choice) -> bool:
 )
 def state_spaces_are_cut(task: Task, choice: Choice) -> bool:
     return task.facts.runs_along and _cuts_sequences(choice)
+
+
+@_refused_because(
+    "layers of this model attend in chunks shorter than sequence_length, which context parallelism does not cut"
+)
+def attention_in_chunks_is_cut(task: Task, choice: Choice) -> bool:
+    return choice.context > 1 and any((kind.chunk or math.inf) < task.sequence_length for kind in task.facts.kinds)
 
 
 @_refused_because("fp8 matmuls need a GPU of compute capability 8.9 or more")

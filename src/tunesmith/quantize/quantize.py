@@ -222,7 +222,8 @@ def _proved(
         samples = samples_of_rows(held_out[: logits.shape[0]], logits.shape[1])
         if asked.method not in ROUNDS_INPUTS:
             _compare(engine, samples, logits)
-        return prove(source, engine, asked.precision, samples, progress, data=data)
+        alike = {"fp8": "fp8", "int8-outliers": None}.get(asked.method, logits)
+        return prove(source, engine, asked.precision, samples, progress, alike=alike, data=data)
     finally:
         engine.close()
 

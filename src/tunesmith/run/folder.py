@@ -445,9 +445,8 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise UserError(
-            f"{path.parent} is a file where the output folder of a run is needed; give another one."
-        ) from error
+        above = next(one for one in path.parents if one.exists())
+        raise UserError(f"{above} is a file where the output folder of a run is needed; give another one.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
 

@@ -312,15 +312,17 @@ class StreamedModel:
         *,
         with_adapter: bool = True,
         rounded_to: str | None = None,
+        rounds_inputs: bool = False,
         merged_to: torch.dtype | None = None,
     ):
-        """`rounded_to`: the type that linears are rounded to, as in training for it or as llama.cpp does. `merged_to`:
+        """`rounded_to`: the type that linears are rounded to, as in training for it or as llama.cpp does;
+        `rounds_inputs`: and what goes into them, where engines do that. `merged_to`:
         adapters are merged into their linears and rounded to this, in another draw than that of merged files."""
         self.weights, self.with_adapter, self.merged_to = weights, with_adapter, merged_to
         self._first: nn.Module | None = None  # that was read before it is called
         self.model, _ = load.load_empty(weights.run, dtype="fp32")
         self.memory = Memory()
-        self.rounded = FakeQuantization.of(self.model, rounded_to) if rounded_to else None
+        self.rounded = FakeQuantization.of(self.model, rounded_to, with_inputs=rounds_inputs) if rounded_to else None
         if self.rounded is not None:
             self.rounded.watch_inputs(self.model)
         with load.reading(weights.run, "weights"), load.quiet():
