@@ -164,6 +164,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
             "n_group": 1, "topk_group": 1, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
             "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
         },
     ),
     "ministral3": (

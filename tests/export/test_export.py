@@ -549,6 +549,55 @@ def test_a_yarn_that_llama_cpp_computes_otherwise_is_refused(own, found):
         described("llama", rope_parameters={**YARN, **own})
 
 
+def test_gpt_oss_is_exported_with_the_yarn_of_its_publishers_and_deepseek_v3_with_one_factor_alone():
+    """llama.cpp rounds the bounds between which gpt-oss's frequencies are stretched, and everybody runs it so."""
+    published = {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
+    assert described("gpt_oss", rope_parameters=published)["rope_scaling_factor"] == 4.0
+    assert described("deepseek_v3")["rope_scaling_attn_factors"] == 1.0
+    with pytest.raises(UserError, match="scales positions and attention by different factors"):
+        described("deepseek_v3", rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.0})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_tensor_of_a_family_has_its_places(family):
+    import gguf as package
+
+    name, _, own = FAMILIES[family]
+    config = getattr(transformers, name)(**{**SHAPE, "vocab_size": 64, **own})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    architecture = gguf_architectures.architecture_of(model)
+    names = package.get_tensor_name_map(package.MODEL_ARCH[architecture.name], config.num_hidden_layers)
+    tied = model.all_tied_weights_keys if config.tie_word_embeddings else {}
+    held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    found = [
+        one
+        for stored, tensor in held.items()
+        for one in gguf_architectures.converted(stored, tensor, model, architecture, names)
+    ]
+    assert len({place for place, _ in found}) == len(found)
+    assert sum(tensor.numel() for _, tensor in found) == sum(tensor.numel() for tensor in held.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("granite4", {"position_embedding_type": "rope"}, "its positions are of the kind rope"),
+        ("granite4", {"mamba_n_groups": 2}, "its state spaces have several groups"),
+        ("olmoe", {"num_key_value_heads": 2}, "it has fewer heads of keys than of queries"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "its routers normalise the weights"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "its layers do not see a sliding window and all tokens"),
+        ("cohere2", {"layer_types": ["full_attention"] * 4}, "another order than every 4th"),
+        ("qwen3_5", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "not at even distances"),
+        ("seed_oss", {"attention_out_bias": True}, "it has biases"),
+        ("glm4_moe", {"n_group": 2}, "its routers choose groups of experts first"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(family, changes, said):
+    with pytest.raises(UserError, match=f"cannot be exported to GGUF: .*{said}"):
+        described(family, **changes)
+
+
 def test_a_gemma_2_without_soft_caps_is_not_given_llama_cpps():
     assert described("gemma2")["attn_logit_softcapping"] == 50.0
     said = described("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)

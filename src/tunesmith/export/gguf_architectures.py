@@ -37,6 +37,10 @@ class Architecture:
     """Its norms subtract the mean, too."""
     has_windows: bool = False
     """llama.cpp has its sliding windows."""
+    scales_yarn: bool = True
+    """llama.cpp multiplies its queries and keys by YaRN's factor, whatever the model does."""
+    may_round_yarn: bool = False
+    """It is known to stretch a few frequencies a little otherwise: log-probabilities move by about 0.01."""
     says: Callable[[Any, Any], None] = lambda writer, config: None
     """What is to be said besides."""
     check: Callable[[Any], str | None] = lambda config: None
@@ -297,6 +301,13 @@ def _deepseek_v3_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[s
     return _balanced_routers(name, tensor, config)
 
 
+def _deepseek_v3_check(config: Any) -> str | None:
+    yarn = config.rope_parameters
+    if yarn["rope_type"] == "yarn" and yarn.get("mscale") != yarn.get("mscale_all_dim"):
+        return "its YaRN scales positions and attention by different factors"
+    return None
+
+
 def _has_one_group(config: Any) -> str | None:
     return None if (config.n_group or 1) == 1 else "its routers choose groups of experts first"
 
@@ -417,7 +428,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": Architecture("GLM4"),
     "Glm4MoeForCausalLM": Architecture("GLM4_MOE", says=_glm4_moe, check=_has_one_group, tensors=_balanced_routers),
     "GptOssForCausalLM": Architecture(
-        "GPT_OSS", has_windows=True, says=_gpt_oss, check=_gpt_oss_check, tensors=_gpt_oss_tensors
+        "GPT_OSS", has_windows=True, may_round_yarn=True, says=_gpt_oss, check=_gpt_oss_check, tensors=_gpt_oss_tensors
     ),
     "Qwen2MoeForCausalLM": Architecture("QWEN2MOE", says=_shared_expert, check=_chooses_plainly),
     "OlmoeForCausalLM": Architecture("OLMOE", says=_experts, check=_olmoe),
@@ -442,7 +453,12 @@ ARCHITECTURES = {
         "QWEN35", norm_offset=True, says=_qwen3_5, check=_qwen3_5_check, tensors=_qwen3_5_tensors
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        "DEEPSEEK2", says=_deepseek_v3, sizes=_deepseek_v3_sizes, tensors=_deepseek_v3_tensors
+        "DEEPSEEK2",
+        scales_yarn=False,
+        check=_deepseek_v3_check,
+        says=_deepseek_v3,
+        sizes=_deepseek_v3_sizes,
+        tensors=_deepseek_v3_tensors,
     ),
     "Ministral3ForCausalLM": Architecture("MISTRAL3", permutes=True, says=_ministral3),
     "Olmo3ForCausalLM": Architecture("OLMO2", has_windows=True, says=_windows),
@@ -478,7 +494,7 @@ def architecture_of(model: nn.Module) -> Architecture:
         kind = parameters["rope_type"]
         if why is None and kind not in ROPE_TYPES and not (kind == "longrope" and found.name == "PHI3"):
             why = f"its rotary positions are scaled by {kind}"
-        if why is None and kind == "yarn" and (odd := _odd_yarn(parameters)):
+        if why is None and kind == "yarn" and (odd := _odd_yarn(parameters, may_round=found.may_round_yarn)):
             why = f"its YaRN has {odd}"
     if why is None and found.name in ("LLAMA", "QWEN2", "QWEN3") and _mixes_windows(config):
         why = "some of its layers see a sliding window and others do not"
@@ -505,7 +521,7 @@ def describe(writer: Any, model: nn.Module, architecture: Architecture) -> None:
     for parameters in _rope_parameters(config)[-1:]:
         sizes["rope_freq_base"] = parameters["rope_theta"]
         sizes["rope_dimension_count"] = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
-        _say_scaling(writer, config, parameters)
+        _say_scaling(writer, config, parameters, scales_yarn=architecture.scales_yarn)
     for name, size in (sizes | architecture.sizes(config)).items():
         getattr(writer, f"add_{name}")(size)
     (writer.add_layer_norm_eps if architecture.has_layer_norm else writer.add_layer_norm_rms_eps)(_epsilon(config))
@@ -577,7 +593,7 @@ def arranged(name: str, tensor: torch.Tensor, config: Any, architecture: Archite
     return tensor
 
 
-def _say_scaling(writer: Any, config: Any, parameters: dict[str, Any]) -> None:
+def _say_scaling(writer: Any, config: Any, parameters: dict[str, Any], *, scales_yarn: bool) -> None:
     import gguf
 
     kind = parameters["rope_type"]
@@ -590,13 +606,13 @@ def _say_scaling(writer: Any, config: Any, parameters: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(factor)
         writer.add_rope_scaling_orig_ctx_len(original)
-        own = 1 + 0.1 * math.log(factor) if factor > 1 else 1.0  # llama.cpp's scale of queries and keys
+        own = 1 + 0.1 * math.log(factor) if factor > 1 and scales_yarn else 1.0  # llama.cpp's
         writer.add_rope_scaling_attn_factors(_attention_scale(config) / own)
 
 
-def _odd_yarn(parameters: dict[str, Any]) -> str | None:
+def _odd_yarn(parameters: dict[str, Any], *, may_round: bool) -> str | None:
     """What llama.cpp has one value for: it reads others from no file of these architectures."""
-    usual = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+    usual = {"beta_fast": 32, "beta_slow": 1} | ({} if may_round else {"truncate": True})
     found = ((name, parameters.get(name)) for name in usual)
     return next((f"{name} {value}" for name, value in found if value is not None and value != usual[name]), None)
 
