@@ -157,6 +157,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "linear_num_key_heads": 2, "linear_num_value_heads": 6, "tie_word_embeddings": True,
         },
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        "qwen35",
+        {
+            "num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         "deepseek-v3",

@@ -680,7 +680,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(trained, 
     monkeypatch.setitem(
         gguf_architectures.ARCHITECTURES, "Other", gguf_architectures.ARCHITECTURES.pop("LlamaForCausalLM")
     )
-    with pytest.raises(UserError, match="LlamaForCausalLM cannot be exported to GGUF here, only"):
+    with pytest.raises(
+        UserError, match="LlamaForCausalLM cannot be exported to GGUF here; export it with --to safetensors"
+    ):
         export_run(trained, "gguf", out=tmp_path / "out")
     gguf_architectures.ARCHITECTURES["LlamaForCausalLM"] = gguf_architectures.ARCHITECTURES["Other"]
     assert list(tmp_path.iterdir()) == []

@@ -59,7 +59,8 @@ def check_bitsandbytes(source: Source, kind: str) -> None:
 def _check_widths(source: Source, kind: str, divisor: int) -> None:
     if any(width % divisor for width in widths_of(source)):
         raise UserError(
-            f"The rows of this model's linears are no multiples of {divisor}, as {kind} wants; --to gguf can hold it."
+            f"The rows of this model's linears are no multiples of {divisor}, as {kind} wants; --to gguf can hold it, "
+            "where llama.cpp has such models."
         )
 
 
