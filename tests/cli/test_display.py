@@ -235,3 +235,18 @@ def test_waiting_writes_nothing_where_nobody_looks(screen):
     _, written = screen(False)
     output.stage("Reading run.yaml")
     assert written.getvalue() == ""
+
+
+def test_runs_of_a_sweep_show_what_all_of_them_say_once(screen):
+    said: set[str] = set()
+    _, written = screen(False)
+    for learning_rate in ("1e-4", "2e-4"):
+        variant = Display(said)
+        variant.show(events.Warned(WARNING))
+        variant.show(events.Noted(f"The learning rate is {learning_rate}."))
+    assert written.getvalue().count("the data set mine has 12 records") == 1
+    assert written.getvalue().count("The learning rate is") == 2
+    alone, again = screen(False)
+    alone.show(events.Warned(WARNING))
+    alone.show(events.Warned(WARNING))
+    assert again.getvalue().count("the data set mine has 12 records") == 2

@@ -32,10 +32,12 @@ SPARSEST = 60.0
 class Display:
     """Shows stages, the plan and events. Everything it shows is in the event log too, so nothing depends on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: set[str] | None = None) -> None:
+        """`said`: the warnings and notes of the runs of a sweep that came before, which are not shown again."""
         from tunesmith.train.speed import Speed
 
         self.is_live = output.is_screen(output.stdout())
+        self._said = said
         self._stage = ""
         self._stage_began = 0.0
         self._done = 0
@@ -156,10 +158,19 @@ class Display:
             output.say(f"step {event.step}: saved")
 
     def _on_warning(self, event: events.Warned) -> None:
-        output.warn(event.message)
+        if self._is_new(event.message):
+            output.warn(event.message)
 
     def _on_note(self, event: events.Noted) -> None:
-        output.say(event.message)
+        if self._is_new(event.message):
+            output.say(event.message)
+
+    def _is_new(self, message: str) -> bool:
+        if self._said is None:
+            return True
+        is_new = message not in self._said
+        self._said.add(message)
+        return is_new
 
     def _on_alert(self, event: events.Alert) -> None:
         if not event.is_fatal:

@@ -56,10 +56,11 @@ def train_sweep(run: Run, trackers: Sequence[str] = (), *, accept_changes: bool)
         if prepared:
             show_plans({name: ready.plan for name, (ready, _) in prepared.items()})
         shared = Shared()
+        said: set[str] = set()
         for variant in left:
             output.say()
             output.say(f"Variant {found.index(variant) + 1} of {len(found)}: {variant.name}", style="bold")
-            outcome = _train_variant(*prepared.pop(variant.name), shared, failures, variant.name, trackers)
+            outcome = _train_variant(*prepared.pop(variant.name), shared, said, failures, variant.name, trackers)
             sweep.write(folder, sweep.rows_of(found, failures))
             if outcome is not None and not outcome.is_finished:
                 break
@@ -128,11 +129,13 @@ def _train_variant(
     ready: PreparedRun,
     warnings: Sequence[str],
     shared: Shared,
+    said: set[str],
     failures: dict[str, str],
     name: str,
     trackers: Sequence[str],
 ) -> Outcome | None:
-    """To its end; None where its losses were no finite numbers, which is no reason to end the sweep."""
+    """To its end; None where its losses were no finite numbers, which is no reason to end the sweep. What was `said` of
+    a variant before is in this one's log and not shown again."""
     import gc
 
     import torch
@@ -148,7 +151,7 @@ def _train_variant(
         torch.cuda.reset_peak_memory_stats()
     try:
         own = ready.run
-        with display.Display() as screen, observed(Path(own.output), screen, own, trackers) as observe:
+        with display.Display(said) as screen, observed(Path(own.output), screen, own, trackers) as observe:
             for message in warnings:
                 observe(events.Warned(message))
             outcome, _ = train_prepared(ready, Ranks(), screen, observe, started, shared)
