@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.errors import UserError
-from tunesmith.plan import rules
+from tunesmith.plan import refusals, rules
 from tunesmith.plan.choice import Choice
 from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Gpu, Hardware, named, shared
@@ -254,7 +254,7 @@ def test_of_offloaded_shards_the_states_alone_are_in_host_memory():
 def test_attention_in_chunks_is_not_cut_by_context_parallelism():
     chunked = SMOL.changed(kinds=tuple(kind.changed(chunk=64) for kind in SMOL.kinds))
     task = search(run(), chunked, machine(gpu=gpu(80))).task
-    cut = [why for is_refused, why in rules.REFUSALS if is_refused(task, Choice(context=2, sharding="ddp"))]
+    cut = [why for is_refused, why in refusals.REFUSALS if is_refused(task, Choice(context=2, sharding="ddp"))]
     assert any("attend in chunks shorter than sequence_length" in why for why in cut)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tiny import write_all
 from tiny_model import make_tiny_model
 from tunesmith.errors import UserError
-from tunesmith.model import files, lora
+from tunesmith.model import files, lora, lora_modules
 from tunesmith.model.structure import decoder_layers
 from tunesmith.run import merge
 from tunesmith.run.merge import _Streamed, _Whole, merge_run
@@ -59,7 +59,7 @@ def test_rounding_to_bf16_keeps_what_an_adapter_adds(folder, tmp_path):
 
 @pytest.mark.parametrize("page", [files.LARGE_PAGE, 4096])  # with small ones tensors are read and merged as large ones
 def test_merging_in_pieces_by_threads_gives_the_bits_of_a_plain_merge(folder, tmp_path, monkeypatch, page):
-    monkeypatch.setattr(lora, "MERGED_PIECE", 640)  # several pieces, the last of them smaller
+    monkeypatch.setattr(lora_modules, "MERGED_PIECE", 640)  # several pieces, the last of them smaller
     monkeypatch.setattr(files, "LARGE_PAGE", page)
     merge_run(folder / "run", tmp_path / "merged")
     found = load_file(tmp_path / "merged" / "model.safetensors")
@@ -80,7 +80,7 @@ def test_merging_in_pieces_by_threads_gives_the_bits_of_a_plain_merge(folder, tm
 def test_a_base_that_is_no_longer_finite_is_refused_with_the_tensor_and_how_many_values(
     folder, tmp_path, monkeypatch, value
 ):
-    monkeypatch.setattr(lora, "MERGED_PIECE", 640)
+    monkeypatch.setattr(lora_modules, "MERGED_PIECE", 640)
     monkeypatch.setattr(files, "LARGE_PAGE", 4096)
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
