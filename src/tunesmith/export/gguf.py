@@ -6,6 +6,7 @@ the `gguf` package; K-quants are made by llama.cpp's own quantizer, where that i
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", 
 TYPES = (*WRITTEN, *K_QUANTS)
 BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
 QUANTIZER = "llama-quantize"
+WHOLE = re.compile(r"norm|ffn_gate_inp|ssm_(a|d|conv1d)(\.|$)|shortconv\.conv|position_embd|^rope_|\.bias$")
+"""Kept in 32 bits by llama.cpp's own converter, too: small, and some of them taken in no other way."""
 WIDE = ("token_embd.weight", "output.weight")
 """Kept in 8 bits where the rest is in 4: all tokens go through them."""
 
@@ -121,8 +124,7 @@ def _kind(name: str, tensor: torch.Tensor, kind: str) -> Any:
     import gguf
 
     types = gguf.GGMLQuantizationType
-    is_small = tensor.ndim < 2 or name.endswith(".bias") or name.startswith("rope_")
-    if is_small or "norm" in name or "ffn_gate_inp" in name:
+    if tensor.ndim < 2 or WHOLE.search(name):
         return types.F32
     if kind == "q4_0" and name in WIDE:
         kind = "q8_0"
