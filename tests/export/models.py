@@ -89,6 +89,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("SmolLM3Config", "llama-bpe", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "glm": ("GlmConfig", "llama-bpe", {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "gpt_oss": (
         "GptOssConfig",
         "gpt-4o",
@@ -164,6 +165,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
             "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "deepseek-v3",
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "n_shared_experts": 2, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "mscale": 0.707, "mscale_all_dim": 0.707,
+            },
         },
     ),
     "deepseek_v3": (

@@ -590,6 +590,8 @@ def test_each_tensor_of_a_family_has_its_places(family):
         ("cohere2", {"layer_types": ["full_attention"] * 4}, "another order than every 4th"),
         ("qwen3_5", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "not at even distances"),
         ("seed_oss", {"attention_out_bias": True}, "it has biases"),
+        ("deepseek_v2", {"q_lora_rank": None}, "its queries are not compressed"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "its routers choose groups of experts by their best"),
         ("glm4_moe", {"n_group": 2}, "its routers choose groups of experts first"),
     ],
 )

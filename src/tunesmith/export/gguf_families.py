@@ -18,6 +18,10 @@ NO_CAP = 1e6
 """For a Gemma 2 without soft caps: left out, llama.cpp takes the usual ones. So far from it tanh is a straight line."""
 
 
+LITE_LAYERS = (26, 27)
+"""By which llama.cpp tells a DeepSeek whose queries are not compressed (V2-Lite, Moonlight)."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How llama.cpp has the models of one class of transformers."""
@@ -128,27 +132,36 @@ def _check_cohere2(config: Any) -> str | None:
     return None if list(config.layer_types) == kinds else "its layers attend in another order than every 4th to all"
 
 
+def _say_deepseek_v2(writer: Any, config: Any) -> None:
+    _say_latent_attention(writer, config)
+    _say_many_experts(writer, config, gating="SOFTMAX", normalises=False)
+
+
 def _say_deepseek_v3(writer: Any, config: Any) -> None:
-    _say_glm4_moe(writer, config)
+    _say_latent_attention(writer, config)
+    _say_many_experts(writer, config, gating="SIGMOID", normalises=config.norm_topk_prob)
+    writer.add_expert_group_count(config.n_group or 1)
+    writer.add_expert_group_used_count(config.topk_group or 1)
+
+
+def _say_latent_attention(writer: Any, config: Any) -> None:
     if config.q_lora_rank is not None:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_kv_lora_rank(config.kv_lora_rank)
     writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
     writer.add_value_length_mla(config.v_head_dim)
-    writer.add_expert_group_count(config.n_group or 1)
-    writer.add_expert_group_used_count(config.topk_group or 1)
     if config.rope_parameters["rope_type"] == "yarn":
         writer.add_rope_scaling_yarn_log_mul(0.1 * (config.rope_parameters.get("mscale_all_dim") or 0.0))
 
 
-def _deepseek_v3_sizes(config: Any) -> dict[str, Any]:
+def _latent_attention_sizes(config: Any) -> dict[str, Any]:
     """Keys and values are compressed: llama.cpp attends to them as they are, as one head."""
     length = config.kv_lora_rank + config.qk_rope_head_dim
     kept = {"head_count_kv": 1, "key_length": length, "value_length": config.kv_lora_rank}
     return kept | {"rope_dimension_count": config.qk_rope_head_dim}
 
 
-def _deepseek_v3_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor] | None:
+def _deepseek_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor] | None:
     if name.endswith(".kv_b_proj.weight"):
         heads, parts = config.num_attention_heads, [config.qk_nope_head_dim, config.v_head_dim]
         keys, values = tensor.reshape(heads, sum(parts), config.kv_lora_rank).split(parts, dim=1)
@@ -156,11 +169,19 @@ def _deepseek_v3_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[s
     return _router_bias(name, tensor, config)
 
 
-def _check_deepseek_v3(config: Any) -> str | None:
+def _check_latent_attention(config: Any) -> str | None:
+    if config.q_lora_rank is None and config.num_hidden_layers not in LITE_LAYERS:
+        return "its queries are not compressed"
     yarn = config.rope_parameters
     if yarn["rope_type"] == "yarn" and yarn.get("mscale") != yarn.get("mscale_all_dim"):
         return "its YaRN scales positions and attention by different factors"
     return None
+
+
+def _check_deepseek_v2(config: Any) -> str | None:
+    if config.topk_method != "greedy":
+        return "its routers choose groups of experts by their best one"
+    return _check_latent_attention(config)
 
 
 def _check_exaone4(config: Any) -> str | None:
@@ -198,14 +219,19 @@ def _check_gemma(every: int) -> Callable[[Any], str | None]:
 
 
 def _say_glm4_moe(writer: Any, config: Any) -> None:
+    _say_many_experts(writer, config, gating="SIGMOID", normalises=config.norm_topk_prob)
+
+
+def _say_many_experts(writer: Any, config: Any, *, gating: str, normalises: bool) -> None:
+    """Of mixtures whose first layers are dense, with experts that every token goes to."""
     import gguf
 
     _say_experts(writer, config)
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType[gating])
     writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_norm(normalises)
 
 
 def _say_gpt_oss(writer: Any, config: Any) -> None:
@@ -427,6 +453,7 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": Architecture("OLMO2"),
     "GraniteForCausalLM": Architecture("GRANITE", permutes=True, says=_say_granite),
     "SmolLM3ForCausalLM": Architecture("SMOLLM3", permutes=True, check=_check_smollm3),
+    "GlmForCausalLM": Architecture("CHATGLM"),
     "Glm4ForCausalLM": Architecture("GLM4"),
     "Glm4MoeForCausalLM": Architecture("GLM4_MOE", says=_say_glm4_moe, check=_check_groups, tensors=_router_bias),
     "GptOssForCausalLM": Architecture(
@@ -462,13 +489,21 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": Architecture(
         "QWEN35MOE", norm_offset=True, says=_say_qwen3_5_moe, check=_check_qwen3_5, tensors=_qwen3_5_tensors
     ),
+    "DeepseekV2ForCausalLM": Architecture(
+        "DEEPSEEK2",
+        scales_yarn=False,
+        check=_check_deepseek_v2,
+        says=_say_deepseek_v2,
+        sizes=_latent_attention_sizes,
+        tensors=_deepseek_tensors,
+    ),
     "DeepseekV3ForCausalLM": Architecture(
         "DEEPSEEK2",
         scales_yarn=False,
-        check=_check_deepseek_v3,
+        check=_check_latent_attention,
         says=_say_deepseek_v3,
-        sizes=_deepseek_v3_sizes,
-        tensors=_deepseek_v3_tensors,
+        sizes=_latent_attention_sizes,
+        tensors=_deepseek_tensors,
     ),
     "Ministral3ForCausalLM": Architecture("MISTRAL3", permutes=True, says=_say_ministral3),
     "Olmo3ForCausalLM": Architecture("OLMO2", has_windows=True, says=_say_windows),
