@@ -223,7 +223,7 @@ def _say_glm4_moe(writer: Any, config: Any) -> None:
 
 
 def _say_many_experts(writer: Any, config: Any, *, gating: str, normalises: bool) -> None:
-    """Of mixtures whose first layers are dense, with experts that every token goes to."""
+    """Where the first layers are dense, and each token goes to some experts besides those it is sent to."""
     import gguf
 
     _say_experts(writer, config)
