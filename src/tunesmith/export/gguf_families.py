@@ -16,8 +16,6 @@ import torch
 
 NO_CAP = 1e6
 """For a Gemma 2 without soft caps: left out, llama.cpp takes the usual ones. So far from it tanh is a straight line."""
-
-
 LITE_LAYERS = (26, 27)
 """By which llama.cpp tells a DeepSeek whose queries are not compressed (V2-Lite, Moonlight)."""
 
@@ -114,8 +112,9 @@ def _scan_tensor(block: str, leaf: str, tensor: torch.Tensor) -> dict[str, torch
     return None
 
 
-def _attending_only(config: Any, attending: tuple[str, ...] = ("attention", "full_attention")) -> list[int]:
-    """Heads of keys by layer: none where a layer has something else than attention."""
+def _heads_of_keys(config: Any) -> list[int]:
+    """By layer: none where a layer has something else than attention."""
+    attending = ("attention", "full_attention")
     return [config.num_key_value_heads if kind in attending else 0 for kind in config.layer_types]
 
 
@@ -297,7 +296,7 @@ def _say_granite_hybrid(writer: Any, config: Any) -> None:
 
 def _granite_hybrid_sizes(config: Any) -> dict[str, Any]:
     width = config.intermediate_size if config.num_local_experts else config.shared_intermediate_size
-    return {"feed_forward_length": width, "head_count_kv": _attending_only(config)}
+    return {"feed_forward_length": width, "head_count_kv": _heads_of_keys(config)}
 
 
 def _granite_hybrid_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor] | None:
@@ -327,7 +326,7 @@ def _lfm2_sizes(config: Any) -> dict[str, Any]:
     if config.block_auto_adjust_ff_dim:
         width = int((config.block_ffn_dim_multiplier or 1.0) * int(2 * width / 3))
         width = config.block_multiple_of * -(-width // config.block_multiple_of)
-    return {"feed_forward_length": width, "head_count_kv": _attending_only(config)}
+    return {"feed_forward_length": width, "head_count_kv": _heads_of_keys(config)}
 
 
 def _lfm2_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor] | None:
