@@ -164,7 +164,7 @@ def test_adapters_of_peft_are_on_what_text_passes_through_alone(seeing):
         assert set(described.get("feedforward_modules") or []) <= set(described["target_modules"])
 
 
-@pytest.mark.parametrize("way", ["zero3", "tensor"])
+@pytest.mark.parametrize("way", [pytest.param("zero3", marks=pytest.mark.slow), "tensor"])
 def test_two_ranks_train_them_as_one_does(seeing, world, tmp_path, way):
     (tmp_path / "model").symlink_to(seeing)
     settings = {"model": str(tmp_path / "model"), **SETTINGS, "eval": [], "sequence_length": 128}
