@@ -35,8 +35,11 @@ def settle_torch(plan: Plan) -> None:
     prepared for each shape, where the shape is another one with every micro-batch: cuDNN's attention takes 50 ms."""
     if plan.by_length:
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if torch.get_num_threads() != plan.threads and plan.device == "cpu":
-        torch.set_num_threads(plan.threads)
+    if plan.device == "cpu":
+        # Matmuls in bf16 are kept prepared for each shape; those of the last steps are enough.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+        if torch.get_num_threads() != plan.threads:
+            torch.set_num_threads(plan.threads)
     if plan.deterministic and plan.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
