@@ -35,6 +35,7 @@ def command(
     from tunesmith.disk import writing
 
     output.stage(f"Reading {target}")
+    from tunesmith.quantize.methods import ROUNDS_INPUTS
     from tunesmith.quantize.quantize import quantize_model
     from tunesmith.quantize.report import COLUMNS
 
@@ -55,7 +56,8 @@ def command(
     if proof is None:
         output.warn(f"Not proved: {made.missing}")
         return
+    measured = "" if method in ROUNDS_INPUTS else "says what was measured, and "
     output.say(
-        f"Proved by {proof.engine} on {proof.places} places: it says what was measured, and finds the same token "
-        f"likeliest as the full model at {proof.agreement:.1%}."
+        f"Proved by {proof.engine} on {proof.places} places: it {measured}finds the same token likeliest as the full "
+        f"model at {proof.agreement:.1%}."
     )

@@ -212,7 +212,8 @@ def _proved(
     data: str,
     progress: Progress,
 ) -> Proof:
-    """By the engine that reads the folder: what any export must show, and that it says what was measured."""
+    """By the engine that reads the folder: what any export must show; and that it says what was measured, where the
+    method rounds weights alone."""
     progress("Loading it back", 0, None)
     try:
         engine = Transformers(folder, trust_remote_code=source.run.trust_remote_code)
